@@ -1,0 +1,511 @@
+"""What bodies may hold: the models that validate requests, and that `/openapi.json` is generated from.
+
+Bounds stand in the annotations and are checked by msgspec; patterns are stated for the document only and checked by `check_name`,
+which remembers good names (a regular expression costs more than decoding the rest). Answers have models too: nothing here builds one
+of those, but the document, the tests and a reader need them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from wheelsched.api import times
+from wheelsched.api.bodies import shown
+from wheelsched.api.problem import Fault, invalid
+from wheelsched.core import limits
+
+NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+_NAME: Final = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")
+_NAME_LETTER: Final = re.compile(r"[A-Za-z0-9._-]")
+_known_names: set[str] = set()
+_KNOWN_NAMES_MAX: Final = 10_000
+
+
+def _number(*, ge: float | None = None, le: float | None = None, gt: float | None = None, doc: str = "") -> Any:
+    return Annotated[float, Meta(ge=ge, le=le, gt=gt, description=doc)]
+
+
+Name = Annotated[str, Meta(description="1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit.",
+                           extra_json_schema={"pattern": NAME_PATTERN, "minLength": 1, "maxLength": limits.NAME_LENGTH_MAX})]  # fmt: skip
+Instant = Annotated[str, Meta(description="RFC 3339 with an offset or Z.", extra_json_schema={"format": "date-time"})]
+Json = Annotated[Raw, Meta(description="Any JSON value; given back byte for byte.")]
+Labels = Annotated[
+    dict[str, str],
+    Meta(description=f"Up to {limits.LABELS_MAX} string pairs; names of 1 to {limits.LABEL_KEY_LENGTH_MAX}, "
+                     f"values of up to {limits.LABEL_VALUE_LENGTH_MAX} characters.",
+         max_length=limits.LABELS_MAX,
+         extra_json_schema={"additionalProperties": {"type": "string", "maxLength": limits.LABEL_VALUE_LENGTH_MAX},
+                            "propertyNames": {"minLength": 1, "maxLength": limits.LABEL_KEY_LENGTH_MAX}}),
+]  # fmt: skip
+PriorityName = Literal["critical", "default", "bulk"]
+OutcomeName = Literal["succeeded", "retryable_failure", "fatal_failure", "cancelled"]
+StatusName = Literal["SCHEDULED", "QUEUED", "RUNNING", "RETRYING", "CANCEL_REQUESTED", "SUCCEEDED", "DEAD", "CANCELLED", "SKIPPED"]
+
+LeaseS = Annotated[float, Meta(ge=limits.LEASE_S_MIN, le=limits.LEASE_S_MAX, description="Length of the lease in seconds.")]
+DelayS = Annotated[
+    float, Meta(ge=0, description="Seconds from the acceptance.", extra_json_schema={"maximum": limits.DELAY_S_MAX})
+]
+SpreadS = Annotated[float, Meta(ge=0, le=limits.WINDOW_S_MAX, description="Spread over a window of so many seconds, by job id.")]
+TimeoutS = Annotated[
+    float, Meta(ge=limits.TIMEOUT_S_MIN, le=limits.TIMEOUT_S_MAX, description="How long one attempt may run, in seconds.")
+]
+
+
+class Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+# --- requests -------------------------------------------------------------------------------------------------------------------
+
+
+class Precise(Model, tag_field="class", tag="precise"):
+    """Due at `run_at`."""
+
+
+class Flexible(Model, tag_field="class", tag="flexible"):
+    """Due somewhere in the window that begins at `run_at`."""
+
+    window_s: Annotated[float, Meta(ge=1, le=limits.WINDOW_S_MAX)]
+
+
+Timing = Precise | Flexible
+
+
+class Retry(Model):
+    """Full jitter between 0 and min(max_backoff_s, initial_backoff_s * 2^(attempt - 1))."""
+
+    max_attempts: Annotated[int, Meta(ge=1, le=limits.ATTEMPTS_MAX)] | UnsetType = UNSET
+    initial_backoff_s: Annotated[float, Meta(ge=0, le=limits.BACKOFF_S_MAX)] | UnsetType = UNSET
+    max_backoff_s: Annotated[float, Meta(ge=0, le=limits.BACKOFF_S_MAX)] | UnsetType = UNSET
+
+
+class Target(Model):
+    """Who does the work: `task`, a worker that claims it."""
+
+    type: Literal["task"]
+
+
+class JobCreate(Model):
+    queue: Name
+    run_at: Instant | UnsetType = UNSET
+    delay_s: DelayS | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    priority: PriorityName | UnsetType = UNSET
+    target: Target | UnsetType = UNSET
+    payload: Json | UnsetType = UNSET
+    payload_ref: Annotated[str, Meta(description="A blob's reference; refused while no blob store is configured.")] | UnsetType = UNSET
+    retry: Retry | UnsetType = UNSET
+    timeout_s: TimeoutS | UnsetType = UNSET
+    start_deadline_s: (
+        Annotated[float, Meta(ge=0, le=limits.DELAY_S_MAX, description="First attempt not started so long after fire_at: SKIPPED.")]
+        | UnsetType
+    ) = UNSET
+    labels: Labels | UnsetType = UNSET
+
+
+class BatchJob(JobCreate):
+    """A job of a batch."""
+
+    idempotency_key: (
+        Annotated[str, Meta(description="1 to 255 visible ASCII characters.",
+                            extra_json_schema={"pattern": "^[!-~]{1,255}$"})]
+        | UnsetType
+    ) = UNSET  # fmt: skip
+
+
+class JobBatch(Model):
+    # Items are decoded one by one: a bad one is its own problem. The document says what they are.
+    jobs: Annotated[
+        list[Raw],
+        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
+             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchJob"}}),
+    ]  # fmt: skip
+    spread_s: SpreadS | UnsetType = UNSET
+
+
+class JobPatch(Model):
+    run_at: Instant | UnsetType = UNSET
+    delay_s: DelayS | UnsetType = UNSET
+    timing: Timing | UnsetType = UNSET
+    priority: PriorityName | UnsetType = UNSET
+    payload: Json | UnsetType = UNSET
+    retry: Retry | UnsetType = UNSET
+    timeout_s: TimeoutS | UnsetType = UNSET
+    labels: Labels | UnsetType = UNSET
+
+
+class Nothing(Model):
+    """A call without a body, or with an empty object."""
+
+
+class ClaimRequest(Model):
+    max: Annotated[int, Meta(ge=1, le=limits.CLAIM_JOBS_MAX)] = 1
+    lease_s: LeaseS | UnsetType = UNSET
+    wait_s: Annotated[float, Meta(ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.")] = 0
+    worker: Name | UnsetType = UNSET
+
+
+CLAIM_QUEUES_MAX: Final = 100
+
+
+class ClaimMany(ClaimRequest):
+    queues: Annotated[list[Name], Meta(min_length=1, max_length=CLAIM_QUEUES_MAX, description="In the order of preference.")]
+
+
+class Heartbeat(Model):
+    lease_s: LeaseS | UnsetType = UNSET
+    progress: Json | UnsetType = UNSET
+
+
+class BatchHeartbeat(Heartbeat):
+    token: str
+
+
+_ErrorJson = Annotated[Raw, Meta(description="Text or an object; cut at 4 KiB.", extra_json_schema={"type": ["string", "object"]})]
+
+
+class Completion(Model):
+    outcome: OutcomeName
+    error: _ErrorJson | UnsetType = UNSET
+    result: Json | UnsetType = UNSET
+    retry_after_s: Annotated[float, Meta(ge=0, le=limits.BACKOFF_S_MAX)] | UnsetType = UNSET
+
+
+class BatchCompletion(Completion):
+    token: str
+
+
+class HeartbeatBatch(Model):
+    heartbeats: Annotated[
+        list[Raw],
+        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
+             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchHeartbeat"}}),
+    ]  # fmt: skip
+
+
+class CompletionBatch(Model):
+    completions: Annotated[
+        list[Raw],
+        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
+             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchCompletion"}}),
+    ]  # fmt: skip
+
+
+class Weights(Model):
+    critical: Annotated[int, Meta(ge=1, le=1_000)] = 70
+    default: Annotated[int, Meta(ge=1, le=1_000)] = 25
+    bulk: Annotated[int, Meta(ge=1, le=1_000)] = 5
+
+
+RETENTION_S_MAX: Final = 10 * limits.DELAY_S_MAX
+
+
+class QueuePut(Model):
+    max_concurrency: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
+    rate_per_s: Annotated[float, Meta(ge=0.001, le=1_000_000)] | None = None
+    lease_s: LeaseS = limits.LEASE_MS_DEFAULT / 1000
+    retention_s: Annotated[float, Meta(ge=0, le=RETENTION_S_MAX)] = limits.RETENTION_MS_DEFAULT / 1000
+    weights: Weights = msgspec.field(default_factory=Weights)
+
+
+class DeadSelection(Model):
+    """Either `job_ids`, or `all` with what narrows it."""
+
+    job_ids: Annotated[list[str], Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX)] | UnsetType = UNSET
+    all: Literal[True] | UnsetType = UNSET
+    error_contains: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+
+
+class DeadRedrive(DeadSelection):
+    spread_s: SpreadS | UnsetType = UNSET
+
+
+class ClockAdvance(Model):
+    """Either `by_s` or `to`."""
+
+    by_s: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
+    to: Instant | UnsetType = UNSET
+
+
+# --- answers --------------------------------------------------------------------------------------------------------------------
+
+
+class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class FaultInfo(Answer):
+    pointer: str
+    detail: str
+
+
+class Problem(Answer):
+    """Problem details, RFC 9457."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    code: str
+    request_id: str
+    errors: list[FaultInfo] | UnsetType = UNSET
+
+
+class PreciseInfo(Answer, tag_field="class", tag="precise"):
+    pass
+
+
+class FlexibleInfo(Answer, tag_field="class", tag="flexible"):
+    window_s: float
+
+
+class RetryInfo(Answer):
+    max_attempts: int
+    initial_backoff_s: float
+    max_backoff_s: float
+
+
+class Job(Answer):
+    job_id: str
+    queue: str
+    status: StatusName
+    run_at: Instant
+    fire_at: Instant
+    timing: PreciseInfo | FlexibleInfo
+    priority: PriorityName
+    target: Annotated[dict[str, Any], Meta(examples=[{"type": "task"}])]
+    payload: Json | UnsetType = UNSET
+    payload_ref: str | UnsetType = UNSET
+    retry: RetryInfo
+    timeout_s: float
+    labels: dict[str, str]
+    version: int
+    attempt: int
+    created_at: Instant
+    updated_at: Instant
+    started_at: Instant | UnsetType = UNSET
+    finished_at: Instant | UnsetType = UNSET
+    next_attempt_at: Instant | UnsetType = UNSET
+    last_error: Json | UnsetType = UNSET
+    result: Json | UnsetType = UNSET
+    progress: Json | UnsetType = UNSET
+    schedule: str | UnsetType = UNSET
+    scheduled_for: Instant | UnsetType = UNSET
+    flow_run: str | UnsetType = UNSET
+
+
+class JobResult(Answer):
+    status: int
+    job: Job | UnsetType = UNSET
+    problem: Problem | UnsetType = UNSET
+
+
+class JobResults(Answer):
+    results: list[JobResult]
+
+
+class JobPage(Answer):
+    jobs: list[Job]
+    next_cursor: str | None
+
+
+class Attempt(Answer):
+    attempt: int
+    worker: str | None
+    started_at: Instant | None
+    ended_at: Instant | None
+    lease_expires_at: Instant | None
+    outcome: Literal[
+        "running", "succeeded", "retryable_failure", "fatal_failure", "cancelled", "lease_expired", "timed_out", "released"
+    ]  # fmt: skip
+    error: Json
+    http_status: int | UnsetType = UNSET
+
+
+class Attempts(Answer):
+    attempts: list[Attempt]
+
+
+class Event(Answer):
+    at: Instant
+    from_: StatusName | None = msgspec.field(name="from")
+    to: StatusName
+    attempt: int
+    version: int
+    actor: str | None
+    detail: str | None
+
+
+class Events(Answer):
+    events: list[Event]
+
+
+class ClaimedJobInfo(Answer):
+    job_id: str
+    queue: str
+    attempt: int
+    lease_token: str
+    lease_expires_at: Instant
+    idempotency_key: str
+    fencing_token: int
+    payload: Json | UnsetType = UNSET
+    payload_ref: str | UnsetType = UNSET
+    run_at: Instant
+    fire_at: Instant
+    timeout_s: float
+    max_attempts: int
+    labels: dict[str, str]
+    schedule: str | UnsetType = UNSET
+    scheduled_for: Instant | UnsetType = UNSET
+    traceparent: str | UnsetType = UNSET
+
+
+class Claimed(Answer):
+    jobs: list[ClaimedJobInfo]
+
+
+class HeartbeatInfo(Answer):
+    lease_expires_at: Instant
+    cancel_requested: bool
+
+
+class CompletionInfo(Answer):
+    job_id: str
+    status: StatusName
+    next_attempt_at: Instant | UnsetType = UNSET
+
+
+class ReleaseInfo(Answer):
+    job_id: str
+    status: StatusName
+
+
+class HeartbeatResult(Answer):
+    status: int
+    lease_expires_at: Instant | UnsetType = UNSET
+    cancel_requested: bool | UnsetType = UNSET
+    problem: Problem | UnsetType = UNSET
+
+
+class HeartbeatResults(Answer):
+    results: list[HeartbeatResult]
+
+
+class CompletionResult(Answer):
+    status: int
+    job_id: str | UnsetType = UNSET
+    job_status: StatusName | UnsetType = UNSET
+    next_attempt_at: Instant | UnsetType = UNSET
+    problem: Problem | UnsetType = UNSET
+
+
+class CompletionResults(Answer):
+    results: list[CompletionResult]
+
+
+class WeightsInfo(Answer):
+    critical: int
+    default: int
+    bulk: int
+
+
+class QueueSettingsInfo(Answer):
+    max_concurrency: int | None
+    rate_per_s: float | None
+    lease_s: float
+    retention_s: float
+    weights: WeightsInfo
+
+
+class LatenessInfo(Answer):
+    p50_s: float | None
+    p99_s: float | None
+
+
+class Queue(Answer):
+    name: str
+    depth: Annotated[dict[str, dict[str, int]], Meta(description="Jobs by status and priority.")]
+    oldest_ready_age_s: float | None
+    running: int
+    lateness: LatenessInfo
+    paused: bool
+    settings: QueueSettingsInfo
+
+
+class QueuePage(Answer):
+    queues: list[Queue]
+    next_cursor: str | None
+
+
+class Redriven(Answer):
+    redriven: int
+
+
+class Discarded(Answer):
+    discarded: int
+
+
+class ClockInfo(Answer):
+    now: Instant
+
+
+class Alive(Answer):
+    status: Literal["ok"]
+
+
+class Ready(Answer):
+    ready: bool
+    reasons: list[str]
+
+
+# --- checks that annotations do not make ----------------------------------------------------------------------------------------
+
+
+def check_name(name: str, pointer: str, what: str) -> None:
+    """Raise unless `name` may name a queue, a worker, a schedule or a tenant; the message says which character is wrong."""
+    if name in _known_names:
+        return
+    if _NAME.match(name) is None:
+        raise invalid(pointer, f"{what} {shown(name)} {_fault_of_name(name)}; use 1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+    if len(_known_names) >= _KNOWN_NAMES_MAX:
+        _known_names.clear()
+    _known_names.add(name)
+
+
+def _fault_of_name(name: str) -> str:
+    if not name:
+        return "is empty"
+    for character in name:
+        if _NAME_LETTER.match(character) is None:
+            return f"holds {shown(character)} (U+{ord(character):04X})"
+    if len(name) > limits.NAME_LENGTH_MAX:
+        return f"has {len(name)} characters, above {limits.NAME_LENGTH_MAX}"
+    return f"starts with {shown(name[0])}"
+
+
+def ms_of(seconds: float, field: str, faults: list[Fault]) -> int:
+    """Integer milliseconds; finer than 0.001 s is a fault."""
+    ms = times.to_ms(seconds)
+    if ms is None:
+        faults.append({"pointer": "/" + field.replace(".", "/"), "detail": f"{field} {seconds!r} is finer than 0.001; round it"})
+        return 0
+    return ms
+
+
+def check_labels(labels: dict[str, str], faults: list[Fault]) -> None:
+    for key, value in labels.items():
+        if not 1 <= len(key) <= limits.LABEL_KEY_LENGTH_MAX:
+            faults.append({
+                "pointer": "/labels",
+                "detail": f"the label name {shown(key)} has {len(key)} characters; 1 to {limits.LABEL_KEY_LENGTH_MAX} are allowed",
+            })  # fmt: skip
+        if len(value) > limits.LABEL_VALUE_LENGTH_MAX:
+            faults.append({
+                "pointer": "/labels",
+                "detail": f"the value of label {shown(key)} has {len(value)} characters, above {limits.LABEL_VALUE_LENGTH_MAX}",
+            })  # fmt: skip

@@ -1,0 +1,79 @@
+"""Instants and durations between the wire (RFC 3339, seconds) and the inside (integer milliseconds)."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+_INSTANT = re.compile(
+    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,18}))?(?:([Zz])|([+-])(\d\d):(\d\d))?", re.ASCII
+)
+_EPOCH = datetime(1970, 1, 1)
+_DAY_S = 86_400
+# The end of year 9999, past which an instant cannot be written.
+INSTANT_MS_MAX = 253_402_300_799_999
+_seconds: dict[int, str] = {}
+_SECONDS_KEPT_MAX = 8_192
+
+
+def parse_instant(text: str) -> int:
+    """UTC Unix milliseconds of an RFC 3339 instant (RFC 3339, 5.6), its offset or `Z` required.
+
+    Fractions finer than a millisecond are rounded up: a job never starts before the instant that was asked for. A leap second is
+    the second after it. Raises ValueError with what is wrong, in words that follow the text.
+    """
+    match = _INSTANT.fullmatch(text)
+    if match is None:
+        raise ValueError("is no RFC 3339 instant; write it like 2026-11-05T03:34:12Z")
+    year, month, day, hour, minute, second, fraction, zulu, sign, offset_hour, offset_minute = match.groups()
+    if zulu is None and sign is None:
+        raise ValueError("has no offset; add Z or one like +01:00")
+    leap = second == "60"
+    try:
+        wall = datetime(int(year), int(month), int(day), int(hour), int(minute), 59 if leap else int(second))
+    except ValueError as error:
+        raise ValueError(f"does not exist: {error}") from None
+    since = wall - _EPOCH
+    total_s = since.days * _DAY_S + since.seconds + leap
+    if sign is not None:
+        if int(offset_hour) > 23 or int(offset_minute) > 59:
+            raise ValueError(f"has an offset out of range: {sign}{offset_hour}:{offset_minute}")
+        offset_s = int(offset_hour) * 3600 + int(offset_minute) * 60
+        total_s += offset_s if sign == "-" else -offset_s
+    ms = total_s * 1000
+    if fraction is not None:
+        # Padded to 18 digits, so that integers compare: no float touches an instant.
+        ms -= -int(fraction.ljust(18, "0")) // 10**15
+    if not 0 <= ms <= INSTANT_MS_MAX:
+        raise ValueError("lies outside the years 1970 to 9999")
+    return ms
+
+
+def format_instant(ms: int) -> str:
+    """RFC 3339 in UTC, milliseconds only where they are not zero. 0.1 us for a second seen lately."""
+    second, rest = divmod(ms, 1000)
+    text = _seconds.get(second)
+    if text is None:
+        if len(_seconds) >= _SECONDS_KEPT_MAX:
+            _seconds.clear()
+        text = _seconds[second] = datetime.utcfromtimestamp(second).isoformat() if second < 1 << 37 else "9999-12-31T23:59:59"
+    return f"{text}.{rest:03d}Z" if rest else text + "Z"
+
+
+def to_ms(seconds: float) -> int | None:
+    """Integer milliseconds of a number of seconds; None where it is finer than 0.001.
+
+    The tolerance is what arithmetic in doubles leaves behind (0.1 + 0.2), far below a tenth of a millisecond in this range.
+    """
+    exact = seconds * 1000
+    ms = round(exact)
+    return ms if abs(exact - ms) <= 1e-6 + abs(exact) * 1e-12 else None
+
+
+def to_seconds(ms: int) -> int | float:
+    """A whole number where it is one."""
+    return ms // 1000 if ms % 1000 == 0 else ms / 1000
+
+
+def format_seconds(ms: int) -> str:
+    return str(ms // 1000) if ms % 1000 == 0 else repr(ms / 1000)

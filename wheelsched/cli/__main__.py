@@ -1,0 +1,5 @@
+"""`python -m wheelsched.cli`."""
+
+from wheelsched.cli.main import main
+
+main()

@@ -1,0 +1,274 @@
+"""`wheelsched demo`: real processes, a real disk, a real kill -9, and an account of every job.
+
+A node (`wheelsched dev`) and two workers run as processes of their own. A few hundred jobs are created over HTTP with idempotency
+keys; some are due at once, most over the next 40 seconds, some fail on purpose. In the middle the node is killed and started again
+on the same data, while jobs go on being created. At the end what the node says of each job is held against what the workers noted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Final
+
+import click
+
+from wheelsched.cli.demo_plan import KIND_BY_NAME, LEASE_S, QUEUE, STEADY, PlannedJob, planned_jobs, steady_job
+from wheelsched.cli.demo_report import Account, Finished, Outage, draw_lateness, print_report, read_runs
+from wheelsched.cli.errors import FAILURE, OK, UNREACHABLE, CommandFailed
+from wheelsched.cli.options import json_option
+from wheelsched.cli.output import Output, console
+from wheelsched.cli.remote import Remote
+from wheelsched.core.errors import OutcomeUnknown, Unavailable
+
+_WORKERS: Final = 2
+_KILL_AT_S: Final = 15.0
+_DOWN_S: Final = 3.0
+_STEADY_FROM_S: Final = 11.0
+_STEADY_EVERY_S: Final = 0.2
+_BATCH_JOBS: Final = 100
+_REPEATED: Final = 40
+_START_S: Final = 20.0
+# From the start of the run; with start, restart and report the demo ends within 90 s, come what may.
+_DEADLINE_S: Final = 70.0
+
+
+@click.command()
+@click.option(
+    "--output-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("demo-output"), show_default=True,
+    help="Where picture, logs and data go.",
+)  # fmt: skip
+@click.option("--keep", is_flag=True, help="Keep the node's data afterwards.")
+@json_option
+def demo(output: Output, output_dir: Path, keep: bool) -> int:
+    """See it work: jobs, workers, a kill -9 in the middle, and nothing lost. Takes a little over a minute.
+
+    \b
+    Example:
+      wheelsched demo
+      wheelsched demo --output-dir /tmp/demo --json
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    data = Path(tempfile.mkdtemp(prefix="run-", dir=output_dir))
+    try:
+        account = _Demo(data, output).run()
+    finally:
+        if not keep:
+            shutil.rmtree(data, ignore_errors=True)
+    if output.as_json:
+        output.document(account.document())
+    else:
+        print_report(account, console())
+    picture = output_dir / "lateness.png"
+    drawn = draw_lateness(account, picture)
+    output.say(f"picture: {picture}" if drawn else "no picture: matplotlib is missing; pip install 'wheelsched[plot]'")
+    return OK if account.good else FAILURE
+
+
+@dataclass(slots=True)
+class _Demo:
+    data: Path
+    output: Output
+    acknowledged: dict[str, tuple[PlannedJob, str]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    start_s: float = 0.0
+
+    def run(self) -> Account:
+        with ExitStack() as stack:
+            node = stack.enter_context(_node(self.data, port=0))
+            url = node.url
+            self.output.say(f"node at {url} (process {node.process.pid}), data in {self.data}")
+            Remote(url).call("PUT", f"/v1/queues/{QUEUE}", body={"lease_s": LEASE_S})
+            for number in range(_WORKERS):
+                stack.enter_context(_worker(url, self.data, number))
+            self.output.say(f"{_WORKERS} workers started")
+            self.start_s = time.time()
+            self._create_planned(Remote(url))
+            steady = threading.Thread(target=self._create_steadily, args=(url,), name="steady creates", daemon=True)
+            steady.start()
+            self._watch(url, until_s=self.start_s + _KILL_AT_S)
+            killed_s, restarted_s = self._kill(node)
+            node = stack.enter_context(_node(self.data, port=node.port))
+            outage = Outage(killed_s, restarted_s, time.time())
+            self.output.say(f"ready again after {outage.ready_s - restarted_s:.1f} s (process {node.process.pid})")
+            replayed, mistakes = self._repeat(Remote(url))
+            steady.join(max(0.0, self.start_s + _DEADLINE_S - time.time()))
+            self._watch(url, until_s=self.start_s + _DEADLINE_S, until_done=True)
+            return self._account(Remote(url), outage, replayed, mistakes)
+
+    def _create_planned(self, remote: Remote) -> None:
+        jobs = list(planned_jobs(self.start_s))
+        for first in range(0, len(jobs), _BATCH_JOBS):
+            batch = jobs[first : first + _BATCH_JOBS]
+            items = [{"idempotency_key": job.key, **job.body} for job in batch]
+            results = remote.post("/v1/jobs:batch", {"jobs": items})["results"]
+            for job, result in zip(batch, results, strict=True):
+                if result["status"] >= 300:
+                    raise CommandFailed(f"job {job.key} was refused: {result['problem'].get('detail')}")
+                self._acknowledge(job, result["job"]["job_id"])
+        self.output.say(f"{len(jobs)} jobs created in batches, due over the next 40 s; some fail on purpose")
+
+    def _create_steadily(self, url: str) -> None:
+        """One job at a time through the outage. An answer that does not come says nothing, so the create is sent again with its
+        key until one does."""
+        for number in range(STEADY.count):
+            time.sleep(max(0.0, self.start_s + _STEADY_FROM_S + number * _STEADY_EVERY_S - time.time()))
+            job = steady_job(number)
+            while time.time() < self.start_s + _DEADLINE_S:
+                try:
+                    made = Remote(url, timeout_s=5).post("/v1/jobs", job.body, headers={"Idempotency-Key": job.key})
+                except (CommandFailed, Unavailable, OutcomeUnknown):
+                    time.sleep(0.1)
+                else:
+                    self._acknowledge(job, made["job_id"])
+                    break
+
+    def _acknowledge(self, job: PlannedJob, job_id: str) -> None:
+        with self.lock:
+            self.acknowledged[job.key] = (job, job_id)
+
+    def _kill(self, node: _Node) -> tuple[float, float]:
+        """(instant of the kill, instant of the restart), Unix seconds."""
+        node.process.send_signal(signal.SIGKILL)
+        killed_s = time.time()
+        node.process.wait()
+        self.output.say(f"kill -9 {node.process.pid}; {_DOWN_S:g} s of darkness")
+        time.sleep(_DOWN_S)
+        return killed_s, time.time()
+
+    def _repeat(self, remote: Remote) -> tuple[int, int]:
+        """Send creates of before the kill again; (how many, how many made another job than the first time)."""
+        with self.lock:
+            again = [known for known in self.acknowledged.values() if known[0].kind is not STEADY][:_REPEATED]
+        mistakes = 0
+        for job, job_id in again:
+            answer = remote.post("/v1/jobs", job.body, headers={"Idempotency-Key": job.key})
+            mistakes += answer["job_id"] != job_id
+        return len(again), mistakes
+
+    def _watch(self, url: str, *, until_s: float, until_done: bool = False) -> None:
+        """Show how far it is, until an instant, or until nothing is unfinished."""
+        total = sum(kind.count for kind in KIND_BY_NAME.values())
+        with self.output.progress() as bar:
+            task = bar.add_task("jobs finished", total=total) if bar else None
+            while time.time() < until_s:
+                finished = self._finished_count(url)
+                if bar is not None and task is not None and finished is not None:
+                    bar.update(task, completed=finished)
+                if until_done and finished is not None and finished >= len(self.acknowledged):
+                    return
+                time.sleep(min(0.25, max(0.0, until_s - time.time())))
+
+    def _finished_count(self, url: str) -> int | None:
+        try:
+            depth = Remote(url, timeout_s=5).get(f"/v1/queues/{QUEUE}")["depth"]
+        except (CommandFailed, Unavailable):
+            return None
+        return sum(sum(depth.get(status, {}).values()) for status in ("SUCCEEDED", "DEAD", "CANCELLED", "SKIPPED"))
+
+    def _account(self, remote: Remote, outage: Outage, replayed: int, mistakes: int) -> Account:
+        known = {job["job_id"]: job for job in remote.pages("/v1/jobs", {"queue": QUEUE}, key="jobs", limit=None)}
+        runs = read_runs(self.data)
+        finished = []
+        for job, job_id in self.acknowledged.values():
+            found = known.pop(job_id, None)
+            attempts = [] if found is None else remote.get(f"/v1/jobs/{job_id}/attempts")["attempts"]
+            finished.append(Finished(job.kind, job_id, found, attempts, runs.get(job_id, [])))
+        # What is left was made without being asked for: a create that was carried out twice, for one.
+        return Account(finished, outage, self.start_s, replayed, mistakes, unknown_jobs=len(known))
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+
+@contextmanager
+def _node(folder: Path, *, port: int) -> Iterator[_Node]:
+    """A node that is ready; ended at the exit, if it has not been killed before."""
+    command = [
+        sys.executable, "-m", "wheelsched.cli", "dev", "--data-dir", str(folder / "node"), "--port", str(port), "--json",
+        "--log-level", "warning",
+    ]  # fmt: skip
+    with _log(folder, "node.log") as log, _process(command, subprocess.PIPE, log, {}) as process:
+        node = _Node(process, _first_line(process, folder)["url"])
+        _wait_ready(node, folder)
+        yield node
+
+
+@contextmanager
+def _worker(url: str, folder: Path, number: int) -> Iterator[None]:
+    command = [sys.executable, "-m", "wheelsched.cli", "worker", "wheelsched.cli.demo_tasks:app", "--url", url]
+    with _log(folder, f"worker-{number}.log") as log, _process(command, log, log, {"WHEELSCHED_DEMO_RUNS": str(folder)}):
+        yield
+
+
+@contextmanager
+def _process(
+    command: list[str], out: int | IO[str], log: IO[str], environment: dict[str, str]
+) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(command, stdout=out, stderr=log, text=True, env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextmanager
+def _log(folder: Path, name: str) -> Iterator[IO[str]]:
+    with (folder / name).open("a", encoding="utf-8") as log:
+        yield log
+
+
+def _first_line(process: subprocess.Popen[str], folder: Path) -> dict[str, Any]:
+    """What `dev --json` says when it listens."""
+    assert process.stdout is not None
+    # The reader ends with the process: a node that cannot start closes its stdout.
+    line = process.stdout.readline()
+    if not line:
+        raise CommandFailed(f"the node did not start: {_tail(folder / 'node.log')}")
+    started: dict[str, Any] = json.loads(line)
+    return started
+
+
+def _wait_ready(node: _Node, folder: Path) -> None:
+    give_up_s = time.monotonic() + _START_S
+    while time.monotonic() < give_up_s:
+        if node.process.poll() is not None:
+            break
+        try:
+            Remote(node.url, timeout_s=2).get("/readyz")
+        except (CommandFailed, Unavailable):
+            time.sleep(0.02)
+        else:
+            return
+    raise CommandFailed(f"the node was not ready within {_START_S:g} s: {_tail(folder / 'node.log')}", exit_code=UNREACHABLE)
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return "\n  ".join(lines[-5:]) or "it said nothing"

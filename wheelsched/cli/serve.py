@@ -1,0 +1,191 @@
+"""`wheelsched dev` and `wheelsched serve`: the process of a node, from its first line to a clean end.
+
+Starts node, then server; stops in the reverse order: refuse new calls, drain, stop the node (which flushes and closes the store),
+close the sockets. SIGTERM and SIGINT ask for that; a second one does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+import wheelsched
+from wheelsched.cli.errors import FAILURE, INTERRUPTED, OK, CommandFailed
+from wheelsched.cli.options import json_option
+from wheelsched.cli.output import Output
+from wheelsched.core.errors import WheelschedError
+from wheelsched.core.settings import Settings
+from wheelsched.runtime.config import Value, data_dir, load_settings
+from wheelsched.runtime.logs import setup_logs
+
+# After the drain (http.drain_s) the node has this long to flush and close; then the process ends anyway, which is safe at any
+# instant, and says so by its exit code.
+_STOP_S: Final = 15.0
+
+
+@click.command()
+@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the data goes.  [default: ./wheelsched-data]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port on 127.0.0.1; 0 picks a free one.  [default: 8080]")
+@click.option("--clock", type=click.Choice(("real", "virtual")), help="virtual: time stands still until POST /v1/clock:advance.")
+@click.option("--clock-start", metavar="INSTANT", help="First instant of the virtual clock.")
+@click.option("--memory", is_flag=True, help="Keep nothing: an in-memory store instead of --data-dir.")
+@click.option("--log-level", type=click.Choice(("debug", "info", "warning", "error")), help="Least severe level logged.")
+@click.option("--log-format", type=click.Choice(("text", "json")), help="How it is logged, to stderr.")
+@json_option
+def dev(
+    output: Output, data_dir: Path | None, port: int | None, clock: str | None, clock_start: str | None, memory: bool,
+    log_level: str | None, log_format: str | None,
+) -> int:  # fmt: skip
+    """Run one node for development: embedded, loopback, no authentication.
+
+    \b
+    Example:
+      wheelsched dev
+      wheelsched dev --port 0 --memory --json
+      wheelsched dev --clock virtual --clock-start 2026-11-01T00:00:00Z
+    """
+    if clock_start is not None and clock is None:
+        clock = "virtual"
+    given: dict[str, Value | None] = {
+        "node.data_dir": None if data_dir is None else str(data_dir),
+        "http.port": port,
+        "clock.kind": clock,
+        "clock.start": clock_start,
+        "store.kind": "memory" if memory else None,
+        "logging.level": log_level,
+        "logging.format": log_format,
+    }
+    settings = load_settings(None, overrides={name: value for name, value in given.items() if value is not None})
+    return run_node(settings, output)
+
+
+@click.command()
+@click.option("-c", "--config", "file", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Settings (YAML).")
+@click.option("--node", "node_id", metavar="ID", help="Which node this is; wins over node.id.")
+@json_option
+def serve(output: Output, file: Path, node_id: str | None) -> int:
+    """Run a node from a settings file.
+
+    \b
+    Example:
+      wheelsched serve -c conf/production.yaml --node n1
+    """
+    overrides: dict[str, Value] = {} if node_id is None else {"node.id": node_id}
+    return run_node(load_settings(file, overrides=overrides), output)
+
+
+def run_node(settings: Settings, output: Output) -> int:
+    """Run a node until a signal asks it to stop; the exit code."""
+    setup_logs(level=settings.logging.level, format=settings.logging.format)
+    return run_loop(lambda: _serve(settings, output))
+
+
+def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    """Run a coroutine to its end, on uvloop where it is there, on asyncio's own loop elsewhere."""
+    factory: Callable[[], asyncio.AbstractEventLoop] | None
+    try:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    except ImportError:
+        factory = None
+    with asyncio.Runner(loop_factory=factory) as runner:
+        try:
+            return runner.run(main())
+        except* CommandFailed as group:
+            raise _first(group) from None
+        except* WheelschedError as group:
+            raise _first(group) from None
+
+
+def _first(group: BaseExceptionGroup[Any]) -> Exception:
+    """The error itself out of the groups that task groups wrap around it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error
+
+
+async def _serve(settings: Settings, output: Output) -> int:
+    from wheelsched.node import open_node
+
+    stop = _Stop()
+    stop.listen()
+    node = await open_node(settings)
+    try:
+        return await _serve_node(node, settings, output, stop)
+    finally:
+        # Also after a failed start: what was opened is closed, and what was written is flushed.
+        async with asyncio.timeout(_STOP_S):
+            await node.stop()
+
+
+async def _serve_node(node: Any, settings: Settings, output: Output, stop: _Stop) -> int:
+    from wheelsched import api
+
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(node.run(), name="node")
+        try:
+            server = await api.serve(node, host=settings.http.host, port=settings.http.port)
+        except OSError as error:
+            raise _cannot_listen(settings, error) from error
+        try:
+            _announce(settings, server.port, output)
+            await stop.wanted.wait()
+            output.say(f"stopping ({stop.signal_name}); once more quits at once")
+            await server.drain()
+        finally:
+            await server.close()
+            running.cancel()
+    return OK
+
+
+def _cannot_listen(settings: Settings, error: OSError) -> CommandFailed:
+    where = f"{settings.http.host}:{settings.http.port}"
+    if error.errno == errno.EADDRINUSE:
+        return CommandFailed(f"{where} is in use; choose another port with --port or http.port (0 picks a free one)")
+    return CommandFailed(f"cannot listen on {where}: {error.strerror or error}; set http.host and http.port to an address of this machine")
+
+
+def _announce(settings: Settings, port: int, output: Output) -> None:
+    host = f"[{settings.http.host}]" if ":" in settings.http.host else settings.http.host
+    url = f"http://{host}:{port}"
+    kept = settings.store.kind == "rocksdb"
+    directory = str(data_dir(settings)) if kept else None
+    if output.as_json:
+        started = {"url": url, "node": settings.node.id, "data_dir": directory, "pid": os.getpid(), "version": wheelsched.__version__}
+        click.echo(json.dumps(started))
+    where = f"data in {directory}" if kept else "data in memory only"
+    clock = ", virtual clock" if settings.clock.kind == "virtual" else ""
+    output.say(f"wheelsched {wheelsched.__version__} listens on {url}, {where}{clock}; Ctrl-C or SIGTERM stops it")
+    sys.stdout.flush()
+
+
+class _Stop:
+    """The wish to stop, as signals express it."""
+
+    def __init__(self) -> None:
+        self.wanted = asyncio.Event()
+        self.signal_name = ""
+
+    def listen(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.wanted.is_set():
+            # Safe at any instant: what was acknowledged is on disk.
+            os._exit(INTERRUPTED if number is signal.SIGINT else FAILURE)
+        self.signal_name = number.name
+        self.wanted.set()

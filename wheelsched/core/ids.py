@@ -1,0 +1,104 @@
+"""Job ids, partitions, groups and lease tokens.
+
+A job id is 16 bytes. Its low 10 bits are the partition, always hashed or random, so that load spreads whatever clients do.
+A group is a run of neighbouring partitions and the unit of ownership. Text form: a prefix and 26 letters of lower-case
+Crockford base32 (no i, l, o, u), URL-safe and of fixed length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from wheelsched.core.clock import Rng
+
+ID_BYTES = 16
+PARTITION_COUNT = 1024
+GROUP_COUNT_DEFAULT = 32
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_VALUES = {letter: value for value, letter in enumerate(_ALPHABET)}
+_PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
+_TOKEN = struct.Struct(">16sIQ")
+_LOW64 = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def new_job_id(now_ms: int, rng: Rng) -> bytes:
+    """A time-ordered random id: 48 bits of Unix milliseconds, 80 random bits (the layout of RFC 9562 UUIDv7, without its marks)."""
+    return ((now_ms & 0xFFFF_FFFF_FFFF) << 80 | rng.getrandbits(80)).to_bytes(ID_BYTES, "big")
+
+
+def keyed_job_id(tenant: str, key: str) -> bytes:
+    """The id that an idempotency key stands for: the duplicate meets the first in its own partition and row."""
+    # NUL cannot occur in a tenant's name, so (tenant, key) -> bytes is injective.
+    return hashlib.blake2b(tenant.encode() + b"\0" + key.encode(), digest_size=ID_BYTES, person=b"ws-idem-key").digest()
+
+
+def spread_hash(job_id: bytes) -> int:
+    """A stable 64-bit hash of an id, independent of its partition: where in its window a flexible job falls."""
+    return int.from_bytes(hashlib.blake2b(job_id, digest_size=8, person=b"ws-spread").digest(), "big")
+
+
+def partition_of(job_id: bytes) -> int:
+    """0 to 1,023."""
+    return (job_id[14] << 8 | job_id[15]) & (PARTITION_COUNT - 1)
+
+
+def group_of(job_id: bytes, group_count: int) -> int:
+    """0 to `group_count` - 1; `group_count` is a power of two of at most 1,024."""
+    return partition_of(job_id) * group_count // PARTITION_COUNT
+
+
+def id_low(job_id: bytes) -> int:
+    """The random half: with `fire_at` it leads to the job's row (model/keys.py), and it is what a timer record carries."""
+    return int.from_bytes(job_id[8:], "big")
+
+
+def _base32(number: int, letters: int) -> str:
+    out = []
+    for shift in range(letters * 5 - 10, -1, -10):
+        out.append(_PAIRS[(number >> shift) & 1023])
+    return "".join(out)
+
+
+def _from_base32(text: str) -> int:
+    number = 0
+    for letter in text:
+        number = number << 5 | _VALUES[letter]
+    return number
+
+
+def format_job_id(job_id: bytes) -> str:
+    """`job_` and 26 letters."""
+    return "job_" + _base32(int.from_bytes(job_id, "big"), 26)
+
+
+def parse_job_id(text: str) -> bytes | None:
+    """The id, or None where the text is none; only the one canonical spelling counts."""
+    if len(text) != 30 or not text.startswith("job_"):
+        return None
+    try:
+        number = _from_base32(text[4:])
+    except KeyError:
+        return None
+    return number.to_bytes(ID_BYTES, "big") if number >> 128 == 0 else None
+
+
+def format_token(job_id: bytes, attempt: int, fencing: int) -> str:
+    """A lease token: any node can route it, and only the attempt it names accepts it."""
+    # 28 bytes are 224 bits; 46 letters hold 230.
+    return "att_" + _base32(int.from_bytes(_TOKEN.pack(job_id, attempt, fencing), "big"), 46)
+
+
+def parse_token(text: str) -> tuple[bytes, int, int] | None:
+    """(job id, attempt, fencing token), or None where the text is no token."""
+    if len(text) != 50 or not text.startswith("att_"):
+        return None
+    try:
+        number = _from_base32(text[4:])
+    except KeyError:
+        return None
+    if number >> 224:
+        return None
+    job_id, attempt, fencing = _TOKEN.unpack(number.to_bytes(28, "big"))
+    return job_id, attempt, fencing

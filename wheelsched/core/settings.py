@@ -1,0 +1,105 @@
+"""The settings of a node: one frozen tree, read once at start.
+
+What all nodes of a cluster must share stands under `cluster`, `limits`, `scheduler`; what each may choose under `node`, `http`,
+`store`, `logging`. `runtime/config.py` reads it from YAML and the environment; `conf/reference.yaml` is generated from it. A field's
+comment is its documentation: `doc` and bounds travel in the annotation.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from wheelsched.core import limits
+from wheelsched.core.ids import GROUP_COUNT_DEFAULT
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+Positive = Annotated[float, Meta(gt=0)]
+
+
+def _doc(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class ClusterSettings(_Section):
+    name: Annotated[Name, _doc("Name of the cluster; nodes of another name are refused.")] = "wheelsched"
+    group_count: Annotated[
+        int, Meta(ge=1, le=128, description="Raft groups the 1,024 partitions are split into; a power of two, fixed at creation.")
+    ] = GROUP_COUNT_DEFAULT
+
+
+class NodeSettings(_Section):
+    id: Annotated[Name, _doc("This node's name.")] = "n1"
+    data_dir: Annotated[str, _doc("Where the node keeps its data; {id} stands for the node's name.")] = "./wheelsched-data"
+
+
+class HttpSettings(_Section):
+    host: Annotated[str, _doc("Address to listen on. Without authentication only loopback is allowed.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8080
+    connections_max: Annotated[int, Meta(ge=1, description="Open client connections; further ones are answered 503.")] = 20_000
+    drain_s: Annotated[Positive, _doc("How long a shutdown waits for calls under way.")] = 3.0
+
+
+class LimitSettings(_Section):
+    payload_bytes: Annotated[
+        int,
+        Meta(ge=1, le=limits.PAYLOAD_BYTES_MAX, description="Largest payload or result, as received (64 KiB; at most 256 KiB)."),
+    ] = limits.PAYLOAD_BYTES_DEFAULT
+
+
+class SchedulerSettings(_Section):
+    horizon_s: Annotated[Positive, _doc("How far ahead of now timers are kept in memory.")] = 300.0
+    ready_queue_max: Annotated[
+        int, Meta(ge=1_000, description="Ready jobs kept in memory per queue and priority; later ones are read again from disk.")
+    ] = 262_144
+    audit_interval_s: Annotated[Positive, _doc("How often the audit starts to compare memory with disk.")] = 60.0
+    purge_interval_s: Annotated[Positive, _doc("How often finished jobs over their retention are looked for.")] = 10.0
+    loop_lag_max_ms: Annotated[
+        int, Meta(ge=10, description="Event-loop lag above which new jobs and long polls are answered 503.")
+    ] = 500
+
+
+class StoreSettings(_Section):
+    kind: Annotated[Literal["rocksdb", "memory"], _doc("rocksdb keeps data in node.data_dir; memory forgets it at exit (tests).")] = (
+        "rocksdb"
+    )
+    block_cache_mib: Annotated[int, Meta(ge=8, description="RocksDB block cache.")] = 128
+    write_buffer_mib: Annotated[int, Meta(ge=4, description="All memtables together.")] = 128
+    free_bytes_min: Annotated[
+        int, Meta(ge=0, description="Below this much free disk (or 10 % of a smaller disk) new jobs are refused.")
+    ] = 2 * 1024**3
+    free_bytes_stop: Annotated[
+        int, Meta(ge=0, description="Below this much free disk (or 2.5 % of a smaller disk) the node stops cleanly.")
+    ] = 512 * 1024**2
+
+
+class ClockSettings(_Section):
+    kind: Annotated[Literal["real", "virtual"], _doc("virtual stands still between calls of /v1/clock:advance (tests).")] = "real"
+    start: Annotated[str, _doc("First instant of a virtual clock, RFC 3339; empty: now.")] = ""
+
+
+class LoggingSettings(_Section):
+    level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severe level written.")] = "info"
+    format: Annotated[Literal["text", "json"], _doc("text for people, json for log collectors.")] = "text"
+
+
+class AuthSettings(_Section):
+    mode: Annotated[Literal["none"], _doc("none: no authentication, allowed on loopback only.")] = "none"
+
+
+class Settings(_Section):
+    cluster: ClusterSettings = ClusterSettings()
+    node: NodeSettings = NodeSettings()
+    http: HttpSettings = HttpSettings()
+    limits: LimitSettings = LimitSettings()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    store: StoreSettings = StoreSettings()
+    clock: ClockSettings = ClockSettings()
+    logging: LoggingSettings = LoggingSettings()
+    auth: AuthSettings = AuthSettings()

@@ -1,0 +1,343 @@
+"""Owns the leader's memory and keeps it in step with the log: every effect of an applied command passes through `on_effects`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wheelsched.core.clock import Clock, Rng
+from wheelsched.core.ids import group_of
+from wheelsched.core.settings import SchedulerSettings
+from wheelsched.dispatch.audit import Audit
+from wheelsched.dispatch.claims import Claims
+from wheelsched.dispatch.firing import Firing
+from wheelsched.dispatch.leases import Leases
+from wheelsched.dispatch.loader import Loader
+from wheelsched.dispatch.purging import Purging
+from wheelsched.dispatch.queues import RECORD_BYTES, QueueMemory, Queues
+from wheelsched.dispatch.timers import Timers, pack
+from wheelsched.fairness import ReadyQueue, split_by_queue
+from wheelsched.model import keys
+from wheelsched.model.commands import AnyCommand
+from wheelsched.model.effects import Effect, Fired, JobChanged, QueueChanged
+from wheelsched.model.rows import JobState, decode_counts, decode_queue
+from wheelsched.model.states import FINAL, LEASED, WAITING, Lane, Outcome, Status, due_at_ms, status_of
+from wheelsched.replica import Replicas
+from wheelsched.runtime.metrics import Metrics
+from wheelsched.store import Store
+from wheelsched.store.heads import RangeHeads
+
+Ready = tuple[list[tuple[JobState, QueueMemory]], list[tuple[JobState, QueueMemory]]]  # by lane
+
+# A refill reads this many index rows and their states: about 4 ms.
+REFILL_ROWS = 512
+REFILL_INTERVAL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchStatistics:
+    timers: int
+    timer_bytes: int
+    ready: int
+    ready_bytes: int
+    due_backlog: int
+    in_flight: int
+    waiters: int
+    audit_repairs: int
+
+
+class Dispatcher:
+    """Timers, ready queues, claims and leases of all groups this node leads."""
+
+    def __init__(
+        self, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, rng: Rng, settings: SchedulerSettings,
+        metrics: Metrics, *, group_count: int,
+    ) -> None:  # fmt: skip
+        self._store = store
+        self._heads = heads
+        self._replicas = replicas
+        self._clock = clock
+        self._metrics = metrics
+        self._group_count = group_count
+        self.queues = Queues(clock, settings.ready_queue_max)
+        self.timers = Timers(group_count, clock.wall_ms())
+        self.leases = Leases(clock, rng, self._propose)
+        self.claims = Claims(store, replicas, group_count, self._on_started)
+        self.loader = Loader(
+            store, heads, clock, self.timers, self.queues, self.leases, group_count=group_count,
+            horizon_ms=int(settings.horizon_s * 1000), watermark_ms=replicas.watermark_ms, on_ready=self._ready,
+            on_timers=lambda: self.firing.waking.wake(),
+        )  # fmt: skip
+        self.firing = Firing(
+            clock, self.timers, replicas, on_ready=self._on_fired, on_step_back=self._reload
+        )
+        self.audit = Audit(self, store, heads, replicas, clock, group_count=group_count, interval_s=settings.audit_interval_s)
+        self.purging = Purging(self.queues, store, replicas, clock, group_count=group_count, interval_s=settings.purge_interval_s)
+        self._lanes_loaded: set[int] = set()
+
+    # Start, stop, start again.
+
+    async def start(self) -> None:
+        """Make the memory from the rows, precise lane first; claims open when that one is read. The flexible lane follows in `run`."""
+        self._read_settings_and_counts()
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            for group in range(self._group_count):
+                self.timers.loaded_ms[lane][group] = self._replicas.watermark_ms(group) + 1
+        await self.loader.rebuild_lane(Lane.PRECISE)
+        await self.loader.load_ahead()
+        self._lanes_loaded.add(Lane.PRECISE)
+        self.claims.open()
+
+    def _read_settings_and_counts(self) -> None:
+        prefix = keys.group_prefix(keys.META_GROUP) + b"q"
+        start, end = prefix, keys.prefix_end(prefix)
+        while rows := self._store.scan(keys.META, start, end, 1_000):
+            for key, row in rows:
+                tenant, name = key[3:].split(b"\0")
+                self.queues.ensure(tenant.decode(), name.decode()).set_settings(decode_queue(row))
+            start = rows[-1][0] + b"\0"
+        for group in range(self._group_count):
+            prefix = keys.group_prefix(group)
+            start, end = prefix, keys.prefix_end(prefix)
+            while rows := self._store.scan(keys.COUNTS, start, end, 1_000):
+                for key, row in rows:
+                    cells = self.queues.ensure(*keys.parse_counts_key(key)).cells
+                    for place, count in enumerate(decode_counts(row).cells):
+                        cells[place] += count
+                start = rows[-1][0] + b"\0"
+
+    async def run(self) -> None:
+        """All loops of the dispatcher, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.firing.run(), name="firing")
+            tasks.create_task(self.leases.run(), name="leases")
+            tasks.create_task(self._load_rest(), name="loader")
+            tasks.create_task(self._refill(), name="refill")
+            tasks.create_task(self.audit.run(), name="audit")
+            tasks.create_task(self.purging.run(), name="purging")
+
+    async def _load_rest(self) -> None:
+        await self.loader.rebuild_lane(Lane.FLEXIBLE)
+        self._lanes_loaded.add(Lane.FLEXIBLE)
+        await self.loader.run()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Both lanes have been rebuilt: what is due and what is in memory agree."""
+        return len(self._lanes_loaded) == 2
+
+    async def _reload(self) -> None:
+        """The wall clock was set back: drop the wheels and load them anew at the new time. Leases are monotonic and stay."""
+        self.firing.forget()
+        self.timers.clear(self._clock.wall_ms())
+        self.leases.clear_starts()
+        for queue in self.queues:
+            queue.clear_ready()
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            for group in range(self._group_count):
+                self.timers.loaded_ms[lane][group] = self._replicas.watermark_ms(group) + 1
+            await self.loader.rebuild_lane(lane)
+        await self.loader.load_ahead()
+
+    # Effects.
+
+    def on_effects(self, group: int, effects: Sequence[Effect]) -> None:
+        """Bring memory in step with one applied entry. Synchronous, so that nobody sees half of it."""
+        ready: Ready = ([], [])
+        touched: dict[QueueMemory, None] = {}
+        for effect in effects:
+            match effect:
+                case JobChanged():
+                    self._job_changed(group, effect, ready, touched)
+                case Fired():
+                    self.firing.on_watermark(group, effect.watermark_ms)
+                case QueueChanged():
+                    self._queue_changed(effect.tenant, effect.queue)
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            if ready[lane]:
+                self._ready(lane, pack(ready[lane]))
+        for queue in touched:
+            self.claims.serve(queue)
+
+    def _job_changed(
+        self, group: int, change: JobChanged, ready: Ready, touched: dict[QueueMemory, None]
+    ) -> None:
+        before, after = change.before, change.after
+        state = after or before
+        assert state is not None
+        queue = self.queues.ensure(state.tenant, state.queue)
+        watermark_ms = self._replicas.watermark_ms(group)
+        if before is not None:
+            if before.status != Status.DISCARDED:
+                queue.cells[before.status * 3 + before.priority] -= 1
+            self._leave(group, change.cause, before, after, queue, watermark_ms)
+            if before.status in LEASED and (after is None or after.status not in LEASED):
+                touched[queue] = None  # there is room under the queue's concurrency
+        if after is not None:
+            if after.status != Status.DISCARDED:
+                queue.cells[after.status * 3 + after.priority] += 1
+            self._enter(group, after, queue, watermark_ms, ready)
+            if after.status in WAITING and (before is None or before.status == Status.DEAD or before.fire_at_ms != after.fire_at_ms):
+                self._note_new_rows(group, after)
+        self._count(change, queue)
+
+    def _leave(
+        self, group: int, cause: str, before: JobState, after: JobState | None, queue: QueueMemory, watermark_ms: int
+    ) -> None:
+        """Take a job out of where its former state had put it."""
+        if before.status in (Status.SCHEDULED, Status.RETRYING):
+            if cause == "claim":
+                queue.reserved -= 1
+            elif cause == "fire":
+                pass  # a held job named by a Fire: its timer is out of the wheel
+            elif status_of(before, watermark_ms) == Status.QUEUED:
+                queue.stale[before.priority] += 1  # its record is dropped when it is claimed
+            else:
+                self.timers.cancel(group, before)
+            self._note_deleted_rows(group, before, after)
+        elif before.status in LEASED:
+            if after is None or after.status not in LEASED:
+                self.leases.end(before.job_id)
+            self._note_deleted_rows(group, before, after)
+
+    def _note_deleted_rows(self, group: int, before: JobState, after: JobState | None) -> None:
+        """Job and index rows that went: the ranges' heads move on with them."""
+        if after is None or after.status in FINAL:
+            self._heads.note_deleted(keys.JOBS, keys.job_range(group, before.lane, 0)[:3], 1)
+            self._heads.note_deleted(keys.INDEX, keys.queue_prefix(group, before.tenant, before.queue), 1)
+
+    def _note_new_rows(self, group: int, after: JobState) -> None:
+        """Job and index rows that came: a head beyond them moves back."""
+        job_key = keys.job_key(group, after.lane, after.fire_at_ms, after.job_id)
+        self._heads.note_put(keys.JOBS, job_key[:3], job_key)
+        prefix = keys.queue_prefix(group, after.tenant, after.queue)
+        self._heads.note_put(keys.INDEX, prefix, prefix + keys.time_id(after.fire_at_ms, after.job_id))
+
+    def _enter(
+        self, group: int, after: JobState, queue: QueueMemory, watermark_ms: int, ready: Ready
+    ) -> None:
+        """Put a job where its new state belongs."""
+        if after.status in (Status.SCHEDULED, Status.RETRYING):
+            if status_of(after, watermark_ms) == Status.QUEUED:
+                ready[after.lane].append((after, queue))
+            else:
+                self.timers.add(group, after, queue)
+                self.firing.wake(due_at_ms(after))
+            if after.start_deadline_ms >= 0 and after.attempt == 0:
+                deadline_ms = after.fire_at_ms + after.start_deadline_ms
+                if after.fire_at_ms < self.timers.loaded_ms[after.lane][group]:
+                    self.leases.watch_start(after.job_id, deadline_ms)
+        elif after.status in LEASED:
+            self.leases.grant(after)
+
+    def _queue_changed(self, tenant: str, name: str) -> None:
+        row = self._store.get(keys.META, keys.queue_row_key(tenant, name))
+        queue = self.queues.ensure(tenant, name)
+        if row is not None:
+            queue.set_settings(decode_queue(row))
+        self.claims.serve(queue)
+
+    def _ready(self, lane: int, records: bytes) -> None:
+        """QUEUED jobs, packed: into their ready queues, and to whoever waits for them."""
+        for place, batch in split_by_queue(records):
+            queue = self.queues.by_number(place >> 2)
+            queue.ready_queue(lane, place & 3).push_batch(batch)
+            self.claims.serve(queue)
+
+    def _on_fired(self, lane: int, records: bytes) -> None:
+        self._metrics.jobs_fired += len(records) // RECORD_BYTES
+        self._ready(lane, records)
+
+    def _propose(self, job_id: bytes, command: AnyCommand) -> None:
+        self._replicas.propose(group_of(job_id, self._group_count), command, urgent=True)
+
+    def repair(self, group: int, state: JobState) -> None:
+        """Put a job that memory had lost back where its state belongs."""
+        self._metrics.audit_repairs += 1
+        ready: Ready = ([], [])
+        self._enter(group, state, self.queues.ensure(state.tenant, state.queue), self._replicas.watermark_ms(group), ready)
+        self._ready(state.lane, pack(ready[state.lane]))
+
+    # Spilled ready queues.
+
+    async def _refill(self) -> None:
+        """Read spilled jobs again before their ready queue runs dry, a slice a turn."""
+        while True:
+            busy = False
+            for queue in list(self.queues):
+                for lane, priority, ready in list(queue.spilled()):
+                    self._refill_slice(queue, lane, priority, ready)
+                    busy = True
+                    await asyncio.sleep(0)
+            if not busy:
+                await asyncio.sleep(REFILL_INTERVAL_S)
+
+    def _refill_slice(self, queue: QueueMemory, lane: int, priority: int, ready: ReadyQueue) -> None:
+        mark = ready.spilled_from
+        assert mark is not None
+        records, reached = self.loader.refill(queue, lane, priority, mark, REFILL_ROWS)
+        queue.note_refill(lane, priority, reached, records)
+        self.claims.serve(queue)
+
+    # What is counted and seen.
+
+    def _on_started(self, state: JobState) -> None:
+        """An attempt was handed out: the first one says how late the job is."""
+        if state.attempt != 1:
+            return
+        late_ms = max(state.started_at_ms - state.fire_at_ms, 0)
+        self._metrics.lateness.observe(state.lane, late_ms / 1000)
+        self.queues.ensure(state.tenant, state.queue).lateness.append((state.started_at_ms, late_ms))
+
+    def _count(self, change: JobChanged, queue: QueueMemory) -> None:
+        before, after = change.before, change.after
+        if before is None:
+            self._metrics.jobs_created += 1
+        if after is None or before is None:
+            return
+        if before.status in LEASED and after.status not in LEASED:
+            outcome = after.outcome
+            self._metrics.attempts[outcome] += 1
+            self._metrics.run_duration.observe(max(after.updated_at_ms - before.started_at_ms, 0) / 1000)
+            if outcome == Outcome.LEASE_EXPIRED:
+                self._metrics.lease_expired += 1
+        if after.status in FINAL and before.status not in FINAL:
+            self._metrics.jobs_finished.add(queue.name, after.status)
+
+    def statistics(self) -> DispatchStatistics:
+        ready = [ready for queue in self.queues for _, _, ready in queue.ready_queues()]
+        return DispatchStatistics(
+            timers=len(self.timers), timer_bytes=self.timers.reserved_bytes, ready=sum(map(len, ready)),
+            ready_bytes=sum(queue.reserved_bytes for queue in ready), due_backlog=self.firing.pending_count,
+            in_flight=len(self.leases), waiters=self.claims.waiter_count, audit_repairs=self._metrics.audit_repairs,
+        )  # fmt: skip
+
+    def depth(self, queue: QueueMemory) -> dict[Status, tuple[int, int, int]]:
+        """Jobs by seen status and priority. QUEUED is what the ready queues hold, the rest of the waiting ones is SCHEDULED."""
+        cells = queue.cells
+        rows = {status: [cells[status * 3 + priority] for priority in range(3)] for status in Status if status < Status.DISCARDED}
+        for priority in range(3):
+            waiting = rows[Status.SCHEDULED][priority] + rows[Status.RETRYING][priority]
+            retrying = queue.retrying[priority]
+            queued = min(queue.queued(priority), waiting - retrying)
+            rows[Status.QUEUED][priority] = queued
+            rows[Status.RETRYING][priority] = retrying
+            rows[Status.SCHEDULED][priority] = waiting - retrying - queued
+        return {status: (row[0], row[1], row[2]) for status, row in rows.items()}
+
+    # The virtual clock.
+
+    def next_event_ms(self) -> int | None:
+        """When anything here happens next, as wall time; None where nothing is known to."""
+        nexts = (self.timers.next_deadline_ms(), self.leases.next_wall_ms(), self.loader.next_row_ms())
+        return min((at_ms for at_ms in nexts if at_ms is not None), default=None)
+
+    async def turn(self) -> None:
+        """Everything due at this very instant, applied."""
+        await self.loader.load_ahead()
+        while await self.firing.turn():
+            pass
+        self.leases.turn()
+        await self.purging.turn()
+        await self._replicas.wait_idle()

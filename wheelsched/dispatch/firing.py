@@ -1,0 +1,119 @@
+"""The clock meets the wheels: what is due becomes one `Fire` for each group, and ready once that is applied."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+from wheelsched.core.clock import Clock
+from wheelsched.dispatch.timers import Special, Timers
+from wheelsched.dispatch.waking import Waking
+from wheelsched.model.commands import AnyCommand, Fire
+from wheelsched.replica import Replicas
+
+HELD_MAX = 100  # held jobs named by one command
+IDLE_MS = 1_000
+# The wall clock is steered in small steps by NTP; a hand this far ahead of it means that it was set back.
+STEP_BACK_MS = 1
+
+
+class _Pending(NamedTuple):
+    """A swept batch that becomes ready when the watermark reaches `until_ms`."""
+
+    until_ms: int
+    lane: int
+    records: bytes
+
+
+class Firing:
+    """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the wall
+    clock was set back, and must load the wheels anew."""
+
+    def __init__(
+        self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, bytes], None],
+        on_step_back: Callable[[], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self._clock = clock
+        self._timers = timers
+        self._replicas = replicas
+        self._on_ready = on_ready
+        self._on_step_back = on_step_back
+        self._pending: dict[int, deque[_Pending]] = {}
+        self._lock = asyncio.Lock()
+        self._next_ms = 0
+        self.waking = Waking(clock)
+        self.swept_at_mono_ms = clock.mono_ms()
+
+    def wake(self, due_ms: int) -> None:
+        """A timer was set; look again if it comes before what the loop sleeps for."""
+        if due_ms < self._next_ms:
+            self.waking.wake()
+
+    def on_watermark(self, group: int, watermark_ms: int) -> None:
+        """A `Fire` was applied: what it covers is QUEUED now."""
+        pending = self._pending.get(group)
+        while pending and pending[0].until_ms <= watermark_ms:
+            batch = pending.popleft()
+            self._on_ready(batch.lane, batch.records)
+
+    def forget(self) -> None:
+        """Drop swept batches: the rows will be read again."""
+        self._pending.clear()
+
+    def lag_ms(self) -> int:
+        """How far firing is behind the clock: the age of the oldest timer that is due and still in the wheel."""
+        deadline_ms = self._timers.next_deadline_ms()
+        return 0 if deadline_ms is None else max(self._clock.wall_ms() - deadline_ms, 0)
+
+    @property
+    def pending_count(self) -> int:
+        return sum(len(batch.records) // 24 for batches in self._pending.values() for batch in batches)
+
+    async def turn(self) -> bool:
+        """Fire everything due now; True if there is more than one sweep's worth."""
+        async with self._lock:
+            now_ms = self._clock.wall_ms()
+            self.swept_at_mono_ms = self._clock.mono_ms()
+            if now_ms + STEP_BACK_MS < self._timers.hand_ms:
+                await self._on_step_back()
+                now_ms = self._clock.wall_ms()
+            found, more = self._timers.sweep(now_ms)
+            commands: list[tuple[int, AnyCommand]] = []
+            for due in found:
+                if due.records:
+                    commands += self._fire(due.group, due.lane, due.records, now_ms)
+                commands += self._fire_held(due.group, due.held)
+            if commands:
+                await self._replicas.propose_many(commands, urgent=True).future
+            return more
+
+    def _fire(self, group: int, lane: int, records: bytes, now_ms: int) -> list[tuple[int, AnyCommand]]:
+        if self._replicas.watermark_ms(group) >= now_ms:
+            self._on_ready(lane, records)  # a create due at once has moved the watermark already
+            return []
+        pending = self._pending.setdefault(group, deque())
+        first = not pending or pending[-1].until_ms < now_ms
+        pending.append(_Pending(now_ms, lane, records))
+        return [(group, Fire(now_ms))] if first else []
+
+    @staticmethod
+    def _fire_held(group: int, held: list[Special]) -> list[tuple[int, AnyCommand]]:
+        """Naming a held job clears its mark; the watermark is left alone."""
+        return [
+            (group, Fire(0, [(special.job_id, special.version) for special in held[start : start + HELD_MAX]]))
+            for start in range(0, len(held), HELD_MAX)
+        ]
+
+    async def run(self) -> None:
+        while True:
+            more = await self.turn()
+            if more:
+                await asyncio.sleep(0)
+                continue
+            now_ms = self._clock.wall_ms()
+            deadline_ms = self._timers.next_deadline_ms()
+            self._next_ms = now_ms + IDLE_MS if deadline_ms is None else min(deadline_ms, now_ms + IDLE_MS)
+            await self.waking.wait_until(self._clock.mono_ms() + self._next_ms - now_ms)
+            self._next_ms = 0

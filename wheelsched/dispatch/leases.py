@@ -1,0 +1,160 @@
+"""Who holds which job, until when. Deadlines live here only: the log knows a lease's length, not its heartbeats.
+
+Everything is monotonic time, so that a stepped wall clock ends no lease. A new leader grants every running attempt one full lease
+anew, of the length on record.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wheelsched.core.clock import Clock, Rng
+from wheelsched.dispatch.waking import Waking
+from wheelsched.model.commands import AnyCommand, Expire
+from wheelsched.model.rows import JobState
+from wheelsched.model.states import Outcome, Status
+
+# Waking up this late means that the process stood still: heartbeats sent meanwhile are still in the sockets, so read them first.
+STALL_MS = 250
+EXPIRIES_MAX = 500
+IDLE_MS = 1_000
+
+
+@dataclass(slots=True)
+class Lease:
+    """A running attempt. Deadlines are monotonic ms."""
+
+    job_id: bytes
+    attempt: int
+    fencing: int
+    lease_ms: int
+    deadline_ms: int
+    timeout_at_ms: int
+    cancel_requested: bool
+    progress: bytes = b""
+    ending: bool = False  # an Expire is on its way: heartbeats are refused from here on
+
+    def ends_at_ms(self) -> int:
+        return min(self.deadline_ms, self.timeout_at_ms)
+
+
+class Leases:
+    """Running attempts and start deadlines of this node's groups, with the loop that ends them in time."""
+
+    def __init__(self, clock: Clock, rng: Rng, propose: Callable[[bytes, AnyCommand], object]) -> None:
+        self._clock = clock
+        self._rng = rng
+        self._propose = propose
+        self._leases: dict[bytes, Lease] = {}
+        self._heap: list[tuple[int, bytes, int]] = []  # (mono ms, job id, fencing), possibly outdated
+        self._starts: list[tuple[int, bytes]] = []  # (wall ms, job id): start deadlines
+        self.waking = Waking(clock)
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def get(self, job_id: bytes) -> Lease | None:
+        return self._leases.get(job_id)
+
+    def grant(self, state: JobState, *, started_ago_ms: int = 0) -> None:
+        """Note a running attempt. A lease known already is only told of a cancel request."""
+        known = self._leases.get(state.job_id)
+        if known is not None and known.fencing == state.fencing:
+            known.cancel_requested = state.status == Status.CANCEL_REQUESTED
+            if known.lease_ms != state.lease_ms:
+                self._extend(known, state.lease_ms)
+            return
+        now_ms = self._clock.mono_ms()
+        lease = Lease(
+            state.job_id, state.attempt, state.fencing, state.lease_ms, now_ms + state.lease_ms,
+            now_ms + max(state.timeout_ms - started_ago_ms, 0), state.status == Status.CANCEL_REQUESTED,
+        )  # fmt: skip
+        self._leases[state.job_id] = lease
+        self._push(lease)
+
+    def end(self, job_id: bytes) -> Lease | None:
+        return self._leases.pop(job_id, None)
+
+    def heartbeat(self, lease: Lease, progress: bytes | None) -> int:
+        """Extend a live lease from now; returns its wall-clock deadline. The heap entry is left: it is looked at again when due."""
+        self._extend(lease, lease.lease_ms)
+        if progress is not None:
+            lease.progress = progress
+        return self._clock.wall_ms() + lease.lease_ms
+
+    def _extend(self, lease: Lease, lease_ms: int) -> None:
+        before = lease.ends_at_ms()
+        lease.lease_ms = lease_ms
+        lease.deadline_ms = self._clock.mono_ms() + lease_ms
+        if lease.ends_at_ms() < before:
+            self._push(lease)
+
+    def _push(self, lease: Lease) -> None:
+        entry = (lease.ends_at_ms(), lease.job_id, lease.fencing)
+        heapq.heappush(self._heap, entry)
+        if self._heap[0] is entry:
+            self.waking.wake()
+
+    def watch_start(self, job_id: bytes, deadline_at_ms: int) -> None:
+        """Skip the job if no attempt has started by then (wall ms); harmless for one that has."""
+        heapq.heappush(self._starts, (deadline_at_ms, job_id))
+        if self._starts[0][1] is job_id:
+            self.waking.wake()
+
+    def clear_starts(self) -> None:
+        self._starts.clear()
+
+    def next_wall_ms(self) -> int | None:
+        """When something here is due, as wall time: for the virtual clock."""
+        now_wall, now_mono = self._clock.wall_ms(), self._clock.mono_ms()
+        nexts = [now_wall + max(self._heap[0][0] - now_mono, 0)] if self._heap else []
+        if self._starts:
+            nexts.append(self._starts[0][0] + 1)
+        return min(nexts, default=None)
+
+    def turn(self) -> int:
+        """Propose the end of what is over, at most `EXPIRIES_MAX`; returns how many were."""
+        now_ms = self._clock.mono_ms()
+        count = 0
+        while self._heap and self._heap[0][0] <= now_ms and count < EXPIRIES_MAX:
+            _, job_id, fencing = heapq.heappop(self._heap)
+            lease = self._leases.get(job_id)
+            if lease is None or lease.fencing != fencing or lease.ending:
+                continue
+            if lease.ends_at_ms() > now_ms:
+                self._push(lease)  # heartbeats moved it
+                continue
+            self._expire(lease, now_ms)
+            count += 1
+        return count + self._skip_unstarted()
+
+    def _expire(self, lease: Lease, now_ms: int) -> None:
+        lease.ending = True
+        timed_out = lease.timeout_at_ms <= now_ms
+        outcome = Outcome.TIMED_OUT if timed_out else Outcome.LEASE_EXPIRED
+        jitter = self._rng.getrandbits(32)
+        self._propose(lease.job_id, Expire(lease.job_id, lease.attempt, lease.fencing, int(outcome), jitter))
+
+    def _skip_unstarted(self) -> int:
+        now_wall = self._clock.wall_ms()
+        count = 0
+        # The deadline itself still allows a start; apply decides with its own stamp.
+        while self._starts and self._starts[0][0] < now_wall and count < EXPIRIES_MAX:
+            _, job_id = heapq.heappop(self._starts)
+            self._propose(job_id, Expire(job_id, 0, 0, int(Outcome.NONE), 0))
+            count += 1
+        return count
+
+    async def run(self) -> None:
+        while True:
+            planned = self._clock.mono_ms() + IDLE_MS
+            if self._heap:
+                planned = min(planned, self._heap[0][0])
+            if self._starts:
+                planned = min(planned, self._clock.mono_ms() + max(self._starts[0][0] + 1 - self._clock.wall_ms(), 0))
+            await self.waking.wait_until(planned)
+            if self._clock.mono_ms() - planned > STALL_MS:
+                await self.waking.breathe()
+            self.turn()

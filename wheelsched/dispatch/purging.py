@@ -1,0 +1,84 @@
+"""The end of history: finds finished jobs over their queue's retention and proposes `Purge` in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from wheelsched.core.clock import Clock
+from wheelsched.core.limits import DEAD_RETENTION_MS
+from wheelsched.dispatch.queues import QueueMemory, Queues
+from wheelsched.dispatch.waking import Waking
+from wheelsched.model import keys
+from wheelsched.model.commands import Purge
+from wheelsched.model.rows import decode_done
+from wheelsched.model.states import FINAL, Status
+from wheelsched.replica import Replicas
+from wheelsched.store import Store
+
+SLICE_JOBS = 100
+_PURGED = sorted((*FINAL, Status.DISCARDED))
+
+
+class Purging:
+    """One sweep looks at the head of each (group, queue, status) range; rows lie in order of fire_at, which is never after the end."""
+
+    def __init__(
+        self, queues: Queues, store: Store, replicas: Replicas, clock: Clock, *, group_count: int, interval_s: float
+    ) -> None:
+        self._queues = queues
+        self._store = store
+        self._replicas = replicas
+        self._clock = clock
+        self._group_count = group_count
+        self._interval_ms = int(interval_s * 1000)
+        self._next_ms = 0
+        self._waking = Waking(clock)
+
+    async def turn(self) -> int:
+        """A whole sweep if it is time; returns how many jobs were removed."""
+        now_ms = self._clock.wall_ms()
+        if now_ms < self._next_ms:
+            return 0
+        self._next_ms = now_ms + self._interval_ms
+        removed = 0
+        for queue in list(self._queues):
+            for status in _PURGED:
+                if status == Status.DISCARDED or any(queue.cells[status * 3 : status * 3 + 3]):
+                    for group in range(self._group_count):
+                        removed += await self._purge(group, queue, status, now_ms)
+        return removed
+
+    async def _purge(self, group: int, queue: QueueMemory, status: Status, now_ms: int) -> int:
+        before_ms = now_ms - self._retention_ms(queue, status)
+        removed = 0
+        for after, found in self._expired(group, queue, status, before_ms):
+            if found:
+                command = Purge(queue.tenant, queue.name, status, before_ms, SLICE_JOBS, after)
+                (reply,) = await self._replicas.propose(group, command, urgent=True).future
+                removed += reply.count
+        return removed
+
+    @staticmethod
+    def _retention_ms(queue: QueueMemory, status: Status) -> int:
+        if status == Status.DEAD:
+            return max(DEAD_RETENTION_MS, queue.settings.retention_ms)
+        # A discarded job's key is refused until its row's own `keep_until`.
+        return 0 if status == Status.DISCARDED else queue.settings.retention_ms
+
+    def _expired(self, group: int, queue: QueueMemory, status: Status, before_ms: int) -> Iterator[tuple[bytes, bool]]:
+        """Slices of the range that may hold something: (position before the slice, whether it does)."""
+        prefix = keys.done_prefix(group, queue.tenant, queue.name, status)
+        # A job ends at or after its fire_at: nothing from `before_ms` on can be over.
+        end = prefix + keys.time_prefix(max(before_ms, 0))
+        after = b""
+        while rows := self._store.scan(keys.DONE, prefix + after + b"\0" if after else prefix, end, SLICE_JOBS):
+            states = [decode_done(row).state for _, row in rows]
+            yield after, any(state.finished_at_ms < before_ms and state.keep_until_ms <= self._clock.wall_ms() for state in states)
+            after = rows[-1][0][len(prefix) :]
+            if len(rows) < SLICE_JOBS:
+                return
+
+    async def run(self) -> None:
+        while True:
+            await self.turn()
+            await self._waking.wait_until(self._clock.mono_ms() + self._interval_ms)

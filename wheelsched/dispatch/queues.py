@@ -1,0 +1,218 @@
+"""The ready jobs of each queue in claim order, and what says how many may be taken: pause, concurrency, rate."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from wheelsched.core.clock import Clock
+from wheelsched.fairness import PriorityShares, ReadyQueue
+from wheelsched.model.rows import QueueSettings
+from wheelsched.model.states import Lane
+
+if TYPE_CHECKING:
+    from wheelsched.dispatch.claims import Waiter
+
+PRIORITY_COUNT = 3
+CELL_COUNT = 30  # statuses x priorities, as in QueueCounts
+RECORD_BYTES = 24
+LATENESS_WINDOW_MS = 300_000
+_LATENESS_SAMPLES_MAX = 4_096
+
+
+class QueueMemory:
+    """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
+
+    __slots__ = (
+        "_clock", "_ready", "_ready_max", "_refilled", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
+        "reserved", "retrying", "settings", "stale", "tenant", "waiters",
+    )  # fmt: skip
+
+    def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int) -> None:
+        self.tenant = tenant
+        self.name = name
+        self.number = number
+        self.settings = QueueSettings()
+        self.cells = [0] * CELL_COUNT  # stored jobs by status and priority, all groups of this node
+        self.retrying = [0] * PRIORITY_COUNT  # of them: retries whose time has not come
+        self.reserved = 0  # taken from a ready queue, claim not yet applied
+        self.stale = [0] * PRIORITY_COUNT  # records in ready queues whose job is no longer QUEUED
+        self.waiters: dict[Waiter, None] = {}  # in order of arrival
+        self.lateness: deque[tuple[int, int]] = deque(maxlen=_LATENESS_SAMPLES_MAX)  # (started, lateness) ms
+        self._ready: list[ReadyQueue | None] = [None] * (2 * PRIORITY_COUNT)
+        self._refilled = [0] * (2 * PRIORITY_COUNT)  # of the records each ready queue dropped, how many came back
+        self._ready_max = ready_max
+        self._shares = PriorityShares(self.settings.weights)
+        self._clock = clock
+        self._tokens = 0.0
+        self._tokens_at_ms = clock.mono_ms()
+
+    def set_settings(self, settings: QueueSettings) -> None:
+        if settings.weights != self.settings.weights:
+            self._shares = PriorityShares(settings.weights)
+        if settings.rate_per_s != self.settings.rate_per_s:
+            self._tokens, self._tokens_at_ms = 0.0, self._clock.mono_ms()
+        self.settings = settings
+
+    @property
+    def running(self) -> int:
+        """Leased jobs, RUNNING or CANCEL_REQUESTED."""
+        return sum(self.cells[6:9]) + sum(self.cells[12:15])
+
+    def ready_queue(self, lane: int, priority: int) -> ReadyQueue:
+        place = lane * PRIORITY_COUNT + priority
+        queue = self._ready[place]
+        if queue is None:
+            queue = self._ready[place] = ReadyQueue(self._ready_max)
+        return queue
+
+    def ready_queues(self) -> Iterator[tuple[int, int, ReadyQueue]]:
+        """(lane, priority, queue) of those that were ever used."""
+        for place, queue in enumerate(self._ready):
+            if queue is not None:
+                yield place // PRIORITY_COUNT, place % PRIORITY_COUNT, queue
+
+    def clear_ready(self) -> None:
+        self._ready = [None] * (2 * PRIORITY_COUNT)
+        self._refilled = [0] * (2 * PRIORITY_COUNT)
+        self.stale = [0] * PRIORITY_COUNT
+
+    @property
+    def ready_count(self) -> int:
+        """Records at hand in memory, stale ones included."""
+        return sum(len(queue) for queue in self._ready if queue is not None)
+
+    def may_take(self) -> int:
+        """How many jobs pause, concurrency and rate allow now. O(1): a full cap costs nothing to skip."""
+        settings = self.settings
+        if settings.paused:
+            return 0
+        room = 1 << 30
+        if settings.max_concurrency >= 0:
+            room = settings.max_concurrency - self.running - self.reserved
+        if settings.rate_per_s >= 0:
+            self._refill()
+            room = min(room, int(self._tokens))
+        return max(room, 0)
+
+    def rate_wait_ms(self) -> int | None:
+        """Until the rate allows another job; None where the rate is not what holds the queue back."""
+        rate = self.settings.rate_per_s
+        if rate <= 0 or self.settings.paused:
+            return None
+        self._refill()
+        return None if self._tokens >= 1 else max(1, int((1 - self._tokens) * 1000 / rate) + 1)
+
+    def _refill(self) -> None:
+        now_ms = self._clock.mono_ms()
+        rate = self.settings.rate_per_s
+        # At most one second's worth, and at least one job, so that rates below one a second work.
+        self._tokens = min(max(rate, 1.0), self._tokens + rate * (now_ms - self._tokens_at_ms) / 1000)
+        self._tokens_at_ms = now_ms
+
+    def take(self, jobs_max: int) -> list[tuple[int, bytes]]:
+        """Reserve up to `jobs_max` ready records: (lane, packed records), precise before flexible, then by priority shares, then
+        by fire_at. The caller resolves each reservation with `resolve` or `put_back`."""
+        wanted = min(jobs_max, self.may_take())
+        taken: list[tuple[int, bytes]] = []
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            if wanted <= 0:
+                break
+            wanted -= self._take_lane(lane, wanted, taken)
+        return taken
+
+    def _take_lane(self, lane: int, wanted: int, taken: list[tuple[int, bytes]]) -> int:
+        queues = self._ready[lane * PRIORITY_COUNT : (lane + 1) * PRIORITY_COUNT]
+        available = tuple(0 if queue is None else len(queue) for queue in queues)
+        total = sum(available)
+        if not total:
+            return 0
+        counts = self._shares.split(min(wanted, total), available)
+        count = 0
+        for queue, share in zip(queues, counts, strict=True):
+            if share and queue is not None:
+                records = queue.take(share)
+                taken.append((lane, records))
+                count += len(records) // RECORD_BYTES
+        self.reserved += count
+        if self.settings.rate_per_s >= 0:
+            self._tokens -= count
+        return count
+
+    def put_back(self, lane: int, priority: int, records: bytes) -> None:
+        """Records taken and not claimed go back where they were."""
+        count = len(records) // RECORD_BYTES
+        self.reserved -= count
+        self.ready_queue(lane, priority).put_back(records)
+        if self.settings.rate_per_s >= 0:
+            self._tokens += count
+
+    def spilled(self) -> Iterator[tuple[int, int, ReadyQueue]]:
+        """Ready queues that are running low and have the rest of their jobs on disk alone."""
+        for lane, priority, queue in self.ready_queues():
+            if queue.spilled_from is not None and len(queue) <= self._ready_max // 2:
+                yield lane, priority, queue
+
+    def note_refill(self, lane: int, priority: int, mark: tuple[int, int] | None, records: bytes) -> None:
+        """Take records read from disk again; all of the queue up to `mark` (None: all there is) is in memory now."""
+        queue = self.ready_queue(lane, priority)
+        queue.set_spilled_from(mark)
+        queue.push_batch(records)
+        place = lane * PRIORITY_COUNT + priority
+        self._refilled[place] = queue.dropped if mark is None else self._refilled[place] + len(records) // RECORD_BYTES
+
+    def queued(self, priority: int) -> int:
+        """QUEUED jobs of a priority, spilled ones included; exact but for records that went stale unseen."""
+        count = -self.stale[priority]
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            place = lane * PRIORITY_COUNT + priority
+            queue = self._ready[place]
+            if queue is not None:
+                count += len(queue) + queue.dropped - self._refilled[place]
+        return max(count, 0)
+
+    def oldest_ready_at_ms(self) -> int | None:
+        """`fire_at` of the oldest record at hand."""
+        heads = [head[0] for queue in self._ready if queue is not None and (head := queue.head()) is not None]
+        return min(heads) if heads else None
+
+    def note_lateness(self, started_at_ms: int, lateness_ms: int) -> None:
+        self.lateness.append((started_at_ms, lateness_ms))
+
+    def lateness_quantiles_s(self, now_ms: int) -> tuple[float, float] | None:
+        """(p50, p99) seconds over the last five minutes (at most the latest 4,096 starts)."""
+        recent = sorted(late for started, late in self.lateness if started >= now_ms - LATENESS_WINDOW_MS)
+        if not recent:
+            return None
+        return recent[len(recent) // 2] / 1000, recent[min(len(recent) - 1, len(recent) * 99 // 100)] / 1000
+
+
+class Queues:
+    """All queues this node has seen, by name and by number."""
+
+    def __init__(self, clock: Clock, ready_max: int) -> None:
+        self._clock = clock
+        self._ready_max = ready_max
+        self._by_name: dict[tuple[str, str], QueueMemory] = {}
+        self._by_number: list[QueueMemory] = []
+
+    def get(self, tenant: str, name: str) -> QueueMemory | None:
+        return self._by_name.get((tenant, name))
+
+    def ensure(self, tenant: str, name: str) -> QueueMemory:
+        queue = self._by_name.get((tenant, name))
+        if queue is None:
+            queue = QueueMemory(tenant, name, len(self._by_number), self._clock, self._ready_max)
+            self._by_name[(tenant, name)] = queue
+            self._by_number.append(queue)
+        return queue
+
+    def by_number(self, number: int) -> QueueMemory:
+        return self._by_number[number]
+
+    def __iter__(self) -> Iterator[QueueMemory]:
+        return iter(self._by_number)
+
+    def __len__(self) -> int:
+        return len(self._by_number)

@@ -1,0 +1,123 @@
+"""The writes of one entry, over the state it started from: each command sees those of the commands before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from wheelsched.model import keys
+from wheelsched.model.rows import JobState, QueueCounts, decode_counts, decode_state, encode_row
+
+
+class StateReader(Protocol):
+    """What the state machine needs of a store."""
+
+    def get(self, family: str, key: bytes, /) -> bytes | None: ...
+
+    def scan(self, family: str, start: bytes, end: bytes, limit: int, /) -> Sequence[tuple[bytes, bytes]]: ...
+
+
+class Transaction:
+    """Reads see the transaction's own writes; `writes` and `ranges` are what to hand to `Store.write`, ranges first.
+
+    State and counts rows are kept decoded until `finish`, since several commands of an entry often touch the same ones: go
+    through `state` and `counts` for those, never through `get`. What the replica read for many commands at once comes in by
+    `preload` and `preload_row`; it must be as of the state the entry starts from.
+    """
+
+    __slots__ = ("_changed", "_counts", "_loaded", "_reader", "_states", "group", "ranges", "writes")
+
+    def __init__(self, group: int, reader: StateReader) -> None:
+        self.group = group
+        self._reader = reader
+        self._states: dict[bytes, JobState | None] = {}
+        self._changed: dict[bytes, None] = {}  # job ids in the order of their first write
+        self._counts: dict[tuple[str, str], QueueCounts] = {}
+        self._loaded: dict[tuple[str, bytes], bytes | None] = {}
+        self.writes: dict[str, dict[bytes, bytes | None]] = {family: {} for family in keys.STATE_FAMILIES}
+        self.ranges: list[tuple[str, bytes, bytes]] = []
+
+    def preload(self, job_id: bytes, row: bytes | None) -> None:
+        """Take a state row that was read already (None: there is none)."""
+        if job_id not in self._states:
+            self._states[job_id] = None if row is None else decode_state(row)
+
+    def preload_row(self, family: str, key: bytes, value: bytes | None) -> None:
+        """Take a row of another family that was read already (None: there is none)."""
+        self._loaded[family, key] = value
+
+    def get(self, family: str, key: bytes) -> bytes | None:
+        rows = self.writes[family]
+        if key in rows:
+            return rows[key]
+        if self.ranges and self._is_cleared(family, key):
+            return None
+        if (family, key) in self._loaded:
+            return self._loaded[family, key]
+        return self._reader.get(family, key)
+
+    def put(self, family: str, key: bytes, value: bytes) -> None:
+        self.writes[family][key] = value
+
+    def delete(self, family: str, key: bytes) -> None:
+        self.writes[family][key] = None
+
+    def delete_range(self, family: str, start: bytes, end: bytes) -> None:
+        """Remove all rows of [start, end), stored and written so far; what is put there later stays."""
+        assert start < end
+        rows = self.writes[family]
+        # The store clears ranges before it puts rows, so a row put earlier in the transaction has to go here.
+        for key in [key for key in rows if start <= key < end]:
+            del rows[key]
+        self.ranges.append((family, start, end))
+
+    def scan(self, family: str, start: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """At most `limit` rows of [start, end), the transaction's own writes included."""
+        own = {key: value for key, value in self.writes[family].items() if start <= key and (not end or key < end)}
+        rows = {key: value for key, value in own.items() if value is not None}
+        # Own deletions and cleared ranges hide stored rows, so read on until enough are seen.
+        wanted, position = limit + len(own), start
+        while wanted > 0:
+            chunk = self._reader.scan(family, position, end, wanted)
+            seen = [row for row in chunk if row[0] not in own and not self._is_cleared(family, row[0])]
+            rows.update(seen)
+            if len(chunk) < wanted or len(seen) >= limit:
+                break
+            position = chunk[-1][0] + b"\0"
+        return sorted(rows.items())[:limit]
+
+    def state(self, job_id: bytes) -> JobState | None:
+        states = self._states
+        if job_id in states:
+            return states[job_id]
+        row = self._reader.get(keys.STATE, keys.state_key(self.group, job_id))
+        state = states[job_id] = None if row is None else decode_state(row)
+        return state
+
+    def put_state(self, job_id: bytes, state: JobState | None) -> None:
+        """Write the state row (None: delete it) when the transaction ends."""
+        self._states[job_id] = state
+        self._changed[job_id] = None
+
+    def counts(self, tenant: str, queue: str) -> QueueCounts:
+        """The queue's counts, to be changed in place and written when the transaction ends."""
+        name = (tenant, queue)
+        counts = self._counts.get(name)
+        if counts is None:
+            row = self.get(keys.COUNTS, keys.counts_key(self.group, tenant, queue))
+            counts = self._counts[name] = QueueCounts() if row is None else decode_counts(row)
+        return counts
+
+    def finish(self) -> None:
+        """Encode what was kept decoded. Call once, before `writes` is handed on."""
+        group, states, rows = self.group, self._states, self.writes[keys.STATE]
+        for job_id in self._changed:
+            state = states[job_id]
+            rows[keys.state_key(group, job_id)] = None if state is None else encode_row(state)
+        counts_rows = self.writes[keys.COUNTS]
+        for (tenant, queue), counts in self._counts.items():
+            # A queue with nothing in it leaves no row behind.
+            counts_rows[keys.counts_key(group, tenant, queue)] = encode_row(counts) if any(counts.cells) else None
+
+    def _is_cleared(self, family: str, key: bytes) -> bool:
+        return any(name == family and start <= key < end for name, start, end in self.ranges)

@@ -1,0 +1,200 @@
+"""What changes state: commands, as they stand in the log, and the reply apply gives to each.
+
+A command carries every choice made by the leader (time is the entry's stamp; jitter is drawn and sent along), so that apply is a
+function of (state, entry). Tags and field order are the format: fields are only ever appended, with a default.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from wheelsched.model.rows import JobState
+
+COMMAND_VERSION: Final = 1
+
+
+class Command(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of all; each has a tag of its own in the log."""
+
+
+class Create(Command, tag="c"):
+    """Insert a job. `run_at_ms` -1: `delay_ms` after the stamp. `fingerprint` not empty: the id came from an Idempotency-Key."""
+
+    job_id: bytes
+    tenant: str
+    queue: str
+    priority: int
+    run_at_ms: int
+    delay_ms: int
+    window_ms: int  # 0: precise
+    spread_ms: int  # a batch spread over a window; 0: not
+    spec: bytes  # JobSpec; its run_at_ms is filled in by apply
+    payload: bytes
+    fingerprint: bytes = b""
+
+
+class Update(Command, tag="u"):
+    """PATCH: `run_at_ms` -1 and `delay_ms` -1 leave the time; `priority` -1 leaves it; spec and payload None leave them."""
+
+    job_id: bytes
+    tenant: str
+    run_at_ms: int = -1
+    delay_ms: int = -1
+    priority: int = -1
+    window_ms: int = -1  # -1: timing as it is
+    # Replacements of single fields of the spec, by name: max_attempts, initial_backoff_ms, max_backoff_ms, timeout_ms, labels.
+    spec_changes: dict[str, int | dict[str, str]] = {}
+    payload: bytes | None = None
+    if_version: int = 0  # 0: any
+    actor: str = ""
+
+
+class Cancel(Command, tag="x"):
+    job_id: bytes
+    tenant: str
+    actor: str = ""
+
+
+class Fire(Command, tag="f"):
+    """Move the watermark to `up_to_ms` (never above the stamp), and fire the named held jobs (at most 100)."""
+
+    up_to_ms: int
+    held: list[tuple[bytes, int]] = []  # (job id, version)
+
+
+class Claim(Command, tag="l"):
+    """Lease jobs to a worker; each names the version it was seen with, so that a job is claimed once."""
+
+    jobs: list[tuple[bytes, int]]  # (job id, version); version 0: whatever it is
+    lease_ms: int
+    worker: str = ""
+
+
+class Complete(Command, tag="d"):
+    """An attempt's end. `jitter` is 32 random bits: the backoff is jitter / 2^32 of its bound."""
+
+    job_id: bytes
+    attempt: int
+    fencing: int
+    outcome: int  # SUCCEEDED, RETRYABLE_FAILURE, FATAL_FAILURE, CANCELLED
+    jitter: int
+    error: bytes = b""  # JSON
+    result: bytes = b""  # JSON
+    retry_after_ms: int = -1
+
+
+class Extend(Command, tag="e"):
+    """A heartbeat that asks for another lease length than the one on record."""
+
+    job_id: bytes
+    attempt: int
+    fencing: int
+    lease_ms: int
+
+
+class Expire(Command, tag="o"):
+    """An attempt whose lease or timeout ran out (`outcome` LEASE_EXPIRED or TIMED_OUT), or, with attempt 0, a job whose start
+    deadline passed."""
+
+    job_id: bytes
+    attempt: int
+    fencing: int
+    outcome: int
+    jitter: int
+
+
+class Release(Command, tag="r"):
+    """Back to the queue, the attempt not counted."""
+
+    job_id: bytes
+    attempt: int
+    fencing: int
+
+
+class Redrive(Command, tag="v"):
+    """A DEAD job runs again, `delay_ms` from the stamp."""
+
+    job_id: bytes
+    tenant: str
+    delay_ms: int = 0
+    actor: str = ""
+
+
+class Discard(Command, tag="w"):
+    job_id: bytes
+    tenant: str
+    actor: str = ""
+
+
+class RunNow(Command, tag="n"):
+    job_id: bytes
+    tenant: str
+    actor: str = ""
+
+
+class Purge(Command, tag="p"):
+    """Remove finished jobs of one status of a queue that ended before `before_ms`: at most `limit`, from `after` (a key's tail) on."""
+
+    tenant: str
+    queue: str
+    status: int
+    before_ms: int
+    limit: int = 200
+    after: bytes = b""
+
+
+class PutQueue(Command, tag="q"):
+    """Meta group: settings of a queue. `settings` is a QueueSettings row; empty: make the queue known, change nothing."""
+
+    tenant: str
+    queue: str
+    settings: bytes = b""
+    actor: str = ""
+
+
+class PauseQueue(Command, tag="z"):
+    tenant: str
+    queue: str
+    paused: bool
+    actor: str = ""
+
+
+AnyCommand = (
+    Create | Update | Cancel | Fire | Claim | Complete | Extend | Expire | Release | Redrive | Discard | RunNow | Purge
+    | PutQueue | PauseQueue
+)  # fmt: skip
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    """What apply answers. `refusal` is the code of an error in core/errors.py, empty where the command took effect (or had before)."""
+
+    refusal: str = ""
+    detail: str = ""
+    state: JobState | None = None
+    replayed: bool = False
+    states: tuple[JobState | None, ...] = ()  # Claim: one per job, None where it could not be claimed
+    count: int = 0  # Purge: jobs removed
+    cursor: bytes = b""  # Purge: where to go on; empty: the end was reached
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The payload of one log entry: all commands of one group and turn."""
+
+    version: int
+    stamp_ms: int
+    commands: list[AnyCommand]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Entry).decode
+
+
+def encode_entry(entry: Entry) -> bytes:
+    return _encode(entry)
+
+
+def decode_entry(payload: bytes) -> Entry:
+    """Raises `msgspec.ValidationError` for a command this release does not know: the node must stop, never skip it."""
+    return _decode(payload)

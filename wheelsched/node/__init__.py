@@ -1,0 +1,10 @@
+"""Builds everything once and hands it around; the one face that `api` and `cli` talk to (`face.py`).
+
+`build.py` wires store, log, replicas and dispatcher from the settings; `node.py` is the running node; `listing.py` merges the rows of
+all groups into pages. A node that stops drains first: new work is refused, long polls are answered, what is in the log is applied.
+"""
+
+from wheelsched.node.build import open_node
+from wheelsched.node.node import Node
+
+__all__ = ["Node", "open_node"]

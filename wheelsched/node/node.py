@@ -1,0 +1,395 @@
+"""A running node: commands to their groups, reads of what has been applied, claims, and its own life from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import structlog
+
+from wheelsched import __version__
+from wheelsched.core.clock import Clock, Rng
+from wheelsched.core.errors import NotFound, QuotaExceeded, StaleLease, Unavailable
+from wheelsched.core.ids import format_job_id, group_of, new_job_id
+from wheelsched.core.invariants import invariant
+from wheelsched.core.settings import Settings
+from wheelsched.dispatch import Dispatcher
+from wheelsched.dispatch.queues import QueueMemory
+from wheelsched.model import keys
+from wheelsched.model.commands import AnyCommand, Complete, Create, Extend, PauseQueue, PutQueue, Reply
+from wheelsched.model.effects import Effect
+from wheelsched.model.rows import (
+    AttemptRow, JobState, QueueSettings, decode_attempt, decode_done, decode_spec, decode_state, encode_row, split_job,
+)  # fmt: skip
+from wheelsched.model.states import FINAL, LEASED, Status, status_of
+from wheelsched.node.face import ClaimedJob, HeartbeatReply, JobFilter, JobPage, JobRecord, QueueView, Readiness
+from wheelsched.node.listing import Listing, finished_record
+from wheelsched.replica import Replicas
+from wheelsched.runtime.clock import VirtualClock
+from wheelsched.runtime.lag import LoopLag
+from wheelsched.runtime.metrics import Gauges, Metrics, QueueGauges
+from wheelsched.store import Store
+from wheelsched.store.heads import RangeHeads
+from wheelsched.store.raftlog import RaftLog
+
+# A queue costs memory from its first name on, and names are the clients' to choose.
+QUEUES_MAX = 100_000
+UPKEEP_INTERVAL_S = 1.0
+# A dispatcher that has not swept its wheels for this long is stuck, whatever the API can still answer.
+STUCK_MS = 5_000
+# Steps of a virtual clock without getting anywhere mean a bug, not a busy year.
+STANDSTILL_STEPS_MAX = 100_000
+
+log = structlog.get_logger()
+
+
+class Node:
+    """See `face.NodeFace` for what its methods promise."""
+
+    CLOCK_KEY = b"C"  # raft_meta: last instant of a virtual clock
+
+    def __init__(self, settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.rng = rng
+        self.metrics = metrics
+        self._store = store
+        self._group_count = settings.cluster.group_count
+        groups = (*range(self._group_count), keys.META_GROUP)
+        self._heads = RangeHeads(store)
+        self._replicas = Replicas(store, RaftLog(store, groups), clock, groups, on_effects=self._on_effects)
+        self._replicas.on_commit_ms = lambda ms: metrics.commit_latency.observe(ms / 1000)
+        self.dispatcher = Dispatcher(
+            store, self._heads, self._replicas, clock, rng, settings.scheduler, metrics, group_count=self._group_count
+        )
+        self._listing = Listing(store, self._heads, self._group_count, self._replicas.watermark_ms, self._complete_record)
+        self._lag = LoopLag()
+        self._recorded_queues: set[tuple[str, str]] = set()
+        self._started = False
+        self._draining = False
+        self._stop = asyncio.Event()
+        self._advancing = asyncio.Lock()
+        self._started_at = time.time()
+        metrics.gauges = self._gauges
+
+    # Life.
+
+    async def start(self) -> None:
+        """Replay the log, load what is due and near. Call once, before `run`."""
+        entries = self._replicas.recover()
+        self._started = True
+        await self.dispatcher.start()
+        self._recorded_queues = {(queue.tenant, queue.name) for queue in self.dispatcher.queues}
+        log.info("node_loaded", entries_replayed=entries, timers=len(self.dispatcher.timers))
+
+    async def run(self) -> None:
+        """Serve until `stop`; then apply what is in the log, flush and close the store. Raises what stopped it otherwise."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                replicas = tasks.create_task(self._replicas.run(), name="replicas")
+                others = [
+                    tasks.create_task(self.dispatcher.run(), name="dispatcher"),
+                    tasks.create_task(self._lag.run(), name="lag"),
+                    tasks.create_task(self._upkeep(), name="upkeep"),
+                ]
+                await self._stop.wait()
+                self._replicas.stop()
+                await replicas
+                for task in others:
+                    task.cancel()
+        finally:
+            self._replicas.abort()
+            self._store.close()
+
+    def drain(self) -> None:
+        """Refuse new work and answer every long poll; what is under way goes on."""
+        if not self._draining:
+            self._draining = True
+            log.info("node_draining", waiters=self.dispatcher.claims.waiter_count)
+            self.dispatcher.claims.drain(list(self.dispatcher.queues))
+
+    def stop(self) -> None:
+        """Make `run` return once everything proposed has been applied."""
+        self.drain()
+        self._stop.set()
+
+    async def _upkeep(self) -> None:
+        """Disk space, and the heads of ranges that lost rows."""
+        while True:
+            self._store.check_disk()
+            ranges = self._heads.trim()
+            if ranges:
+                self._store.write({}, ranges)
+            if self._store.must_stop:
+                log.error("disk_nearly_full", remedy="free space in the data directory, then start the node again")
+                self.stop()
+            await asyncio.sleep(UPKEEP_INTERVAL_S)
+
+    def _on_effects(self, group: int, effects: Sequence[Effect]) -> None:
+        # While the log is replayed nobody is served yet: memory is made from the rows afterwards.
+        if self._started:
+            self.dispatcher.on_effects(group, effects)
+
+    # Admission and writes.
+
+    def new_job_id(self) -> bytes:
+        return new_job_id(self.clock.wall_ms(), self.rng)
+
+    def check_admission(self) -> None:
+        if self._draining:
+            raise Unavailable("the node is shutting down; try again in a moment", retry_after_s=1)
+        if not self._store.writable:
+            raise Unavailable(
+                "the disk is nearly full: new jobs are refused, jobs already taken go on; free space in the data directory",
+                retry_after_s=10,
+            )
+        if self._lag.lag_ms > self.settings.scheduler.loop_lag_max_ms:
+            raise Unavailable("the node is overloaded; try again in a moment", retry_after_s=1)
+
+    async def propose(self, command: AnyCommand) -> Reply:
+        return (await self.propose_many((command,)))[0]
+
+    async def propose_many(self, commands: Sequence[AnyCommand]) -> list[Reply]:
+        group_count = self._group_count
+        routed = []
+        urgent = True
+        for command in commands:
+            if type(command) is Create:
+                urgent = False
+                if (command.tenant, command.queue) not in self._recorded_queues:
+                    self._record_queue(command.tenant, command.queue)
+            routed.append((group_of(command.job_id, group_count), command))  # type: ignore[union-attr]  # commands of one job
+        # A caller that hangs up does not undo its command: shield the batch, others may wait on it.
+        return await asyncio.shield(self._replicas.propose_many(routed, urgent=urgent).future)
+
+    def _record_queue(self, tenant: str, name: str) -> QueueMemory:
+        """A queue exists from its first job or claim on: remember it in the meta group."""
+        if len(self._recorded_queues) >= QUEUES_MAX:
+            raise QuotaExceeded(f"there are {QUEUES_MAX} queues already; use labels to tell jobs of one queue apart", retry_after_s=60)
+        self._replicas.propose(keys.META_GROUP, PutQueue(tenant, name), urgent=True)
+        self._recorded_queues.add((tenant, name))
+        return self.dispatcher.queues.ensure(tenant, name)
+
+    # Reads.
+
+    async def read_job(self, tenant: str, job_id: bytes) -> JobRecord | None:
+        state = self._state(job_id)
+        return None if state is None or state.tenant != tenant else self._complete_record(state)
+
+    def _state(self, job_id: bytes) -> JobState | None:
+        row = self._store.get(keys.STATE, keys.state_key(group_of(job_id, self._group_count), job_id))
+        return None if row is None else decode_state(row)
+
+    def _complete_record(self, state: JobState) -> JobRecord | None:
+        """The whole job of a state row."""
+        group = group_of(state.job_id, self._group_count)
+        if state.status in FINAL:
+            key = keys.done_key(group, state.tenant, state.queue, state.status, state.fire_at_ms, state.job_id)
+            row = self._store.get(keys.DONE, key)
+            invariant(row is not None, "never_lost", job_id=format_job_id(state.job_id), family=keys.DONE)
+            assert row is not None
+            return finished_record(decode_done(row))
+        if state.status == Status.DISCARDED:
+            return None
+        row = self._store.get(keys.JOBS, keys.job_key(group, state.lane, state.fire_at_ms, state.job_id))
+        invariant(row is not None, "never_lost", job_id=format_job_id(state.job_id), family=keys.JOBS)
+        assert row is not None
+        spec, payload = split_job(row)
+        lease = self.dispatcher.leases.get(state.job_id)
+        progress = lease.progress if lease is not None and state.status in LEASED else b""
+        status = status_of(state, self._replicas.watermark_ms(group))
+        return JobRecord(state, status, decode_spec(spec), payload, self._last_error(group, state), b"", progress)
+
+    def _last_error(self, group: int, state: JobState) -> bytes:
+        """Of the last attempt that failed."""
+        if state.attempt == 0 or (state.attempt == 1 and state.status in LEASED):
+            return b""
+        prefix = keys.state_key(group, state.job_id)
+        for _, row in self._store.scan_back(keys.ATTEMPTS, prefix, keys.prefix_end(prefix), 8):
+            if error := decode_attempt(row).error:
+                return error
+        return b""
+
+    async def read_attempts(self, tenant: str, job_id: bytes) -> tuple[JobRecord, list[tuple[int, AttemptRow]]] | None:
+        record = await self.read_job(tenant, job_id)
+        if record is None:
+            return None
+        prefix = keys.state_key(group_of(job_id, self._group_count), job_id)
+        rows = self._store.scan(keys.ATTEMPTS, prefix, keys.prefix_end(prefix), 10_000)
+        return record, [(keys.attempt_version(key), decode_attempt(row)) for key, row in rows]
+
+    async def list_jobs(self, wanted: JobFilter, *, cursor: bytes | None, limit: int) -> JobPage:
+        queues = self.dispatcher.queues
+        names = [wanted.queue] if wanted.queue else sorted(queue.name for queue in queues if queue.tenant == wanted.tenant)
+        return await self._listing.page(wanted, names, cursor=cursor, limit=limit)
+
+    # Claims and attempts.
+
+    async def claim(
+        self, tenant: str, queues: Sequence[str], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
+    ) -> list[ClaimedJob]:
+        memories = [
+            self.dispatcher.queues.ensure(tenant, name)
+            if (tenant, name) in self._recorded_queues
+            else self._record_queue(tenant, name)
+            for name in dict.fromkeys(queues)
+        ]
+        started = time.monotonic()
+        handed = await self.dispatcher.claims.claim(
+            memories, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker
+        )
+        if handed:
+            self.metrics.claim_wait.observe(time.monotonic() - started)
+        return handed
+
+    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
+        self.dispatcher.claims.release([job.state for job in jobs])
+
+    async def heartbeat(
+        self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
+    ) -> HeartbeatReply:
+        lease = self.dispatcher.leases.get(job_id)
+        if lease is None or lease.attempt != attempt or lease.fencing != fencing or lease.ending:
+            return HeartbeatReply(StaleLease.code, f"attempt {attempt} of {format_job_id(job_id)} is not the current one; claim again")
+        if lease_ms is not None and lease_ms != lease.lease_ms:
+            reply = await self.propose(Extend(job_id, attempt, fencing, lease_ms))
+            if reply.refusal:
+                return HeartbeatReply(reply.refusal, reply.detail)
+        return HeartbeatReply("", "", self.dispatcher.leases.heartbeat(lease, progress), lease.cancel_requested)
+
+    async def complete(
+        self, job_id: bytes, attempt: int, fencing: int, *, outcome: int, error: bytes, result: bytes, retry_after_ms: int
+    ) -> Reply:
+        return (await self.complete_many(((job_id, attempt, fencing, outcome, error, result, retry_after_ms),)))[0]
+
+    async def complete_many(self, completions: Sequence[tuple[bytes, int, int, int, bytes, bytes, int]]) -> list[Reply]:
+        draw = self.rng.getrandbits
+        replies = await self.propose_many(
+            [
+                Complete(job_id, attempt, fencing, outcome, draw(32), error, result, retry_after_ms)
+                for job_id, attempt, fencing, outcome, error, result, retry_after_ms in completions
+            ]
+        )
+        self.metrics.stale_completions += sum(reply.refusal == StaleLease.code for reply in replies)
+        return replies
+
+    # Queues.
+
+    async def queue_view(self, tenant: str, queue: str) -> QueueView | None:
+        memory = self.dispatcher.queues.get(tenant, queue)
+        return None if memory is None else self._view(memory)
+
+    def _view(self, queue: QueueMemory) -> QueueView:
+        now_ms = self.clock.wall_ms()
+        oldest = queue.oldest_ready_at_ms()
+        quantiles = queue.lateness_quantiles_s(now_ms)
+        return QueueView(
+            queue.tenant, queue.name, queue.settings, self.dispatcher.depth(queue), queue.running,
+            None if oldest is None else max(now_ms - oldest, 0) / 1000,
+            quantiles[0] if quantiles else None, quantiles[1] if quantiles else None,
+        )  # fmt: skip
+
+    async def list_queues(self, tenant: str, *, after: str, limit: int) -> tuple[list[QueueView], str | None]:
+        names = sorted(queue.name for queue in self.dispatcher.queues if queue.tenant == tenant and queue.name > after)
+        views = [self._view(self.dispatcher.queues.ensure(tenant, name)) for name in names[:limit]]
+        return views, views[-1].name if len(names) > limit else None
+
+    async def put_queue(self, tenant: str, queue: str, settings: QueueSettings, *, actor: str) -> QueueView:
+        return await self._change_queue(tenant, queue, PutQueue(tenant, queue, encode_row(settings), actor))
+
+    async def pause_queue(self, tenant: str, queue: str, paused: bool, *, actor: str) -> QueueView:
+        return await self._change_queue(tenant, queue, PauseQueue(tenant, queue, paused, actor))
+
+    async def _change_queue(self, tenant: str, queue: str, command: AnyCommand) -> QueueView:
+        if (tenant, queue) not in self._recorded_queues:
+            self._record_queue(tenant, queue)
+        await asyncio.shield(self._replicas.propose(keys.META_GROUP, command, urgent=True).future)
+        return self._view(self.dispatcher.queues.ensure(tenant, queue))
+
+    # The virtual clock.
+
+    @property
+    def clock_is_virtual(self) -> bool:
+        return isinstance(self.clock, VirtualClock)
+
+    async def advance_clock(self, to_ms: int) -> int:
+        clock = self.clock
+        if not isinstance(clock, VirtualClock):
+            raise NotFound("the clock of this node is real; start it with --clock virtual to move time")
+        async with self._advancing:
+            await self.dispatcher.turn()
+            steps = 0
+            while (next_ms := self.dispatcher.next_event_ms()) is not None and next_ms <= to_ms:
+                steps = 0 if next_ms > clock.wall_ms() else steps + 1
+                invariant(steps < STANDSTILL_STEPS_MAX, "clock_moves", at_ms=next_ms)
+                clock.advance_to(next_ms)
+                await self.dispatcher.turn()
+            clock.advance_to(to_ms)
+            await self.dispatcher.turn()
+            self._store.write({keys.RAFT_META: {self.CLOCK_KEY: clock.wall_ms().to_bytes(8, "big")}})
+            await self._store.sync()
+            return clock.wall_ms()
+
+    # What operators see.
+
+    def readiness(self) -> Readiness:
+        reasons = []
+        if self._draining:
+            reasons.append("the node is shutting down")
+        if not self._store.writable:
+            reasons.append("the disk is nearly full: new jobs are refused")
+        if not self.clock_is_virtual and self.clock.mono_ms() - self.dispatcher.firing.swept_at_mono_ms > STUCK_MS:
+            reasons.append("the dispatcher has not looked at its timers for 5 s")
+        return Readiness(not reasons, tuple(reasons))
+
+    def status(self) -> dict[str, Any]:
+        dispatch = self.dispatcher.statistics()
+        store = self._store.statistics()
+        readiness = self.readiness()
+        return {
+            "version": __version__,
+            "node": self.settings.node.id,
+            "cluster": self.settings.cluster.name,
+            "groups": self._group_count,
+            "ready": readiness.ready,
+            "reasons": list(readiness.reasons),
+            "uptime_s": round(time.time() - self._started_at, 3),
+            "clock": "virtual" if self.clock_is_virtual else "real",
+            "loaded": self.dispatcher.is_loaded,
+            "queues": len(self.dispatcher.queues),
+            "timers": {"count": dispatch.timers, "bytes": dispatch.timer_bytes},
+            "ready_jobs": {"count": dispatch.ready, "bytes": dispatch.ready_bytes},
+            "in_flight": dispatch.in_flight,
+            "waiters": dispatch.waiters,
+            "dispatch_lag_ms": self.dispatcher.firing.lag_ms(),
+            "loop_lag_ms": round(self._lag.lag_ms, 3),
+            "audit": {"sweeps": self.dispatcher.audit.sweep_count, "repairs": dispatch.audit_repairs},
+            "log": {"turns": self._replicas.turn_count, "entries": self._replicas.entry_count, "inbox": self._replicas.inbox_count},
+            "store": {
+                "writable": store.writable, "disk_free_bytes": store.disk_free_bytes, "disk_bytes": store.disk_bytes,
+                "memory_bytes": store.memory_bytes, "syncs": store.sync_count,
+            },
+        }  # fmt: skip
+
+    def _gauges(self) -> Gauges:
+        store = self._store.statistics()
+        now_ms = self.clock.wall_ms()
+        return Gauges(
+            queues=[self._queue_gauges(queue, now_ms) for queue in self.dispatcher.queues],
+            in_flight=len(self.dispatcher.leases),
+            timers_loaded=len(self.dispatcher.timers),
+            timers_due_backlog=self.dispatcher.firing.pending_count,
+            dispatch_lag_s=self.dispatcher.firing.lag_ms() / 1000,
+            store_writable=store.writable,
+            disk_free_bytes=store.disk_free_bytes,
+        )
+
+    def _queue_gauges(self, queue: QueueMemory, now_ms: int) -> QueueGauges:
+        depth = {status: sum(counts) for status, counts in self.dispatcher.depth(queue).items()}
+        oldest = queue.oldest_ready_at_ms()
+        return QueueGauges(queue.name, depth, None if oldest is None else max(now_ms - oldest, 0) / 1000)
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        return self.metrics.render()

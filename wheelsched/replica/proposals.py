@@ -1,0 +1,75 @@
+"""The way into the log: a bounded inbox for each group, and the replies of commands that were proposed together."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from wheelsched.model.commands import AnyCommand, Create, Complete, Fire, Redrive, Reply, RunNow, Update
+
+
+class Batch:
+    """Replies to commands proposed together: one future however many there are, for futures cost more than commands."""
+
+    __slots__ = ("future", "missing", "replies")
+
+    def __init__(self, count: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.replies: list[Reply | None] = [None] * count
+        self.missing = count
+        self.future: asyncio.Future[list[Reply]] = loop.create_future()
+        if not count:
+            self.future.set_result([])
+
+    def settle(self, position: int, reply: Reply) -> None:
+        self.replies[position] = reply
+        self.missing -= 1
+        if not self.missing and not self.future.done():
+            self.future.set_result(self.replies)  # type: ignore[arg-type]  # none is missing
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+            self.future.exception()  # whoever awaited may have hung up; that is no lost error
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A command in the inbox; `batch` None: nobody waits for the reply."""
+
+    command: AnyCommand
+    batch: Batch | None
+    position: int
+
+
+def command_bytes(command: AnyCommand) -> int:
+    """About how many bytes a command adds to its entry; only payloads matter, the rest is a constant."""
+    match command:
+        case Create():
+            return 160 + len(command.payload) + len(command.spec)
+        case Complete():
+            return 64 + len(command.error) + len(command.result)
+        case Update():
+            return 128 + len(command.payload or b"")
+        case _:
+            return 96
+
+
+def may_be_due(command: AnyCommand, stamp_ms: int) -> bool:
+    """Whether applying it may leave a job that is due at the stamp, so that a Fire should follow in the same entry.
+
+    Wrongly true costs a few bytes; wrongly false costs the job one more turn, since its timer fires at the next sweep anyway.
+    """
+    match command:
+        case Create() | Update():
+            return command.run_at_ms <= stamp_ms and command.delay_ms <= 0
+        case Redrive():
+            return command.delay_ms <= 0
+        case RunNow():
+            return True
+        case _:
+            return False
+
+
+def bounded_by(fire: Fire, stamp_ms: int) -> Fire:
+    """The clock may have stepped back since the command was made: the watermark never passes its entry's stamp."""
+    return fire if fire.up_to_ms <= stamp_ms else Fire(stamp_ms, fire.held)
