@@ -27,7 +27,7 @@ $(STAMP): $(BUILD_INPUTS)
 	  echo "no C compiler found: the timing wheel will run in Python, slower; on Debian and Ubuntu: apt-get install gcc python3-dev, then touch pyproject.toml" >&2
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@# Names of package hosts are nobody's business in a build log.
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-input -e '.[test,dev,plot]' 2>&1 | sed -E 's#(https?|file)://[^ ,]*#(index)#g' >&2
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-input -e '.[test,dev,plot]' 2>&1 | sed -E '/is ignored: it is neither/d; s#(https?|file)://[^ ,]*#(index)#g' >&2
 	@$(PYTHON) -m wheelsched.cli version
 	@touch $@
 

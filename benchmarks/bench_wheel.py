@@ -186,7 +186,8 @@ def run(size: str = "small") -> list[Row]:
 
 def main() -> None:
     size = sys.argv[1] if len(sys.argv) > 1 else "small"
-    print(f"wheel {'native' if NATIVE else 'pure'}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
+    build = "native" if NATIVE else "pure"
+    print(f"wheel {build}, Python {platform.python_version()}, {os.cpu_count()} cores, {platform.machine()}")
     print(f"{'figure':<28} {'n':>10} {'value':>10} {'unit':<12} {'baseline':<18} {'value':>9} {'ratio':>7}")
     for line in run(size):
         base = "" if line["baseline_value"] is None else line["baseline_value"]

@@ -50,6 +50,8 @@ cdef enum:
     CASCADE_MAX = 65536         # entries one call may cascade or sift: about 2 ms
     OVERDUE_MAX = 16384         # a heap pop costs up to ten times a slot's memcpy, so its budget is smaller
     COMPACT_NOW_MAX = 32768     # a slot up to here is compacted inside the cancel that asks for it: about 1 ms
+    PART_ENTRIES = 8192         # a larger slot is split into parts of about this many
+    PARTS_MAX = 32768
     COMPACT_STEP = 64           # entries a cancel contributes to the compaction of a larger slot
     TRIM_MAX = 2                # empty segments a call gives back: each takes about 0.1 ms
     OUTPUT_BYTES_KEPT = 2097152
@@ -100,23 +102,16 @@ cdef struct Tomb:
     Timer key                   # `word` holds 1 + the tombstone's place in the slot's log; 0: no entry here
 
 
-cdef struct Resolver:
-    # Takes the tombstones of one slot out in two passes over its log: gather them into a table, then sift the timers.
-    # Both passes can stop after any entry, because a slot may hold millions. What is appended meanwhile is not looked at.
+cdef struct Split:
+    # A slot too large to be resolved in one call is first spread over parts by the hash of the key, which can stop after
+    # any entry. A key's entries meet in one part in log order, so each part is resolved alone, with a small table.
     Slot* slot                  # NULL: idle
     int level
     int index
-    bint gathered
-    Chunk* chunk                # gather's place
-    uint32_t place
-    uint32_t seen               # entries gathered
-    uint32_t sifted
-    uint32_t end
-    Tomb* table
-    bint borrowed               # the table is the pool's scratch
-    uint64_t mask
-    uint64_t used
-    Slot kept                   # survivors of a compaction; a draining slot has the output instead
+    Slot* parts
+    uint64_t mask               # parts - 1
+    uint32_t place              # compaction: the part to be resolved next
+    uint32_t unsplit            # compaction: entries of the slot still to be spread; what was appended later is not
 
 
 cdef inline int level_of(int64_t tick, int64_t at_ms) noexcept nogil:
@@ -185,7 +180,7 @@ cdef class Pool:
     cdef int32_t idle_count
     cdef int64_t chunk_count        # mapped
     cdef int64_t live_count         # handed out
-    cdef Tomb* scratch              # table for compactions done at once; fresh pages for each cost as much as the work
+    cdef Tomb* scratch              # table for resolving a slot; fresh pages each time would cost as much as the work
     cdef uint64_t scratch_size
     cdef char* output
     cdef int64_t output_bytes
@@ -371,8 +366,8 @@ cdef class TimingWheel:
     cdef int64_t overdue_size
     cdef uint64_t overdue_order
     cdef dict overdue_cancelled     # (at_ms, id_low, version) -> order at the cancel
-    cdef Resolver compactor
-    cdef Resolver drainer
+    cdef Split compactor
+    cdef Split drainer
 
     def __cinit__(self, now_ms, Pool pool=None):
         self.pool_is_own = pool is None
@@ -386,8 +381,8 @@ cdef class TimingWheel:
         for level in range(LEVELS):
             free(self.levels[level].slots)
         free(self.overdue)
-        free(self.compactor.table)
-        free(self.drainer.table)
+        free(self.compactor.parts)
+        free(self.drainer.parts)
 
     # -- the boundary
 
@@ -404,7 +399,7 @@ cdef class TimingWheel:
         for level in range(LEVELS):
             if self.levels[level].slots != NULL:
                 total += (<int64_t>1 << BITS[level]) * <int64_t>sizeof(Slot)
-        total += self.overdue_size * <int64_t>sizeof(Overdue) + table_bytes(&self.compactor) + table_bytes(&self.drainer)
+        total += self.overdue_size * <int64_t>sizeof(Overdue) + parts_bytes(&self.compactor) + parts_bytes(&self.drainer)
         return total + <int64_t>sizeof(Level) * LEVELS
 
     def __len__(self):
@@ -483,14 +478,18 @@ cdef class TimingWheel:
         cdef int64_t now = checked_now(now_ms)
         cdef int level
         cdef int index
+        cdef int following
         self.stop(&self.compactor)
         self.stop(&self.drainer)
         for level in range(LEVELS):
             index = first_marked(&self.levels[level], 0, 1 << BITS[level])
             while index >= 0:
+                following = first_marked(&self.levels[level], index + 1, 1 << BITS[level])
+                if following >= 0:
+                    wheel_prefetch(self.levels[level].slots[following].tail)
                 self.empty(&self.levels[level].slots[index])
                 unmark(&self.levels[level], index)
-                index = first_marked(&self.levels[level], index + 1, 1 << BITS[level])
+                index = following
             if level:
                 free(self.levels[level].slots)
                 self.levels[level].slots = NULL
@@ -692,19 +691,35 @@ cdef class TimingWheel:
         cdef Slot* slot = &self.levels[0].slots[index]
         if self.compactor.slot == slot:
             self.stop(&self.compactor)
-        while slot.count:
-            if self.drainer.slot == NULL and slot.tombs == 0:
-                self.drain_plain(slot, left)
-                if slot.count:
-                    return False
-                break
-            if self.drainer.slot == NULL:
-                # Room for as many tombstones again: cancels that come while the slot is being drained enter the table.
-                self.start(&self.drainer, slot, 0, index, 2 * <uint64_t>slot.tombs + 64)
-            if not self.gather(&self.drainer, budget) or not self.sift(&self.drainer, budget, left):
+        if self.drainer.slot == NULL and slot.tombs and slot.count > COMPACT_NOW_MAX:
+            self.start(&self.drainer, slot, 0, index)
+        if self.drainer.slot != NULL:
+            if not self.drain_split(left, budget):
                 return False
-            self.stop(&self.drainer)
+        elif not self.drain_resolved(slot, left, budget):
+            return False
         unmark(&self.levels[0], index)
+        return True
+
+    cdef bint drain_resolved(self, Slot* slot, int64_t* left, int64_t* budget) except -1:
+        if slot.tombs:
+            if budget[0] <= 0:
+                return False
+            budget[0] -= 2 * <int64_t>slot.count
+            self.resolve(slot)
+        self.drain_plain(slot, left)
+        return slot.count == 0
+
+    cdef bint drain_split(self, int64_t* left, int64_t* budget) except -1:
+        # What was added or cancelled since the last call is spread first, so a tombstone reaches its part, and there its
+        # timer, before that part is returned.
+        cdef uint64_t place
+        if not self.spread(&self.drainer, self.drainer.slot.count, budget):
+            return False
+        for place in range(self.drainer.mask + 1):
+            if not self.drain_resolved(&self.drainer.parts[place], left, budget):
+                return False
+        self.stop(&self.drainer)
         return True
 
     cdef int drain_plain(self, Slot* slot, int64_t* left) except -1:
@@ -735,30 +750,22 @@ cdef class TimingWheel:
         if level < FAR and self.levels[level].slots == NULL:
             return 0
         slot = &self.far if level == FAR else &self.levels[level].slots[index]
-        if slot.count == 0 and not moving and self.compactor.slot != slot:
-            return 0
         if moving or slot == self.compactor.slot or slot == self.drainer.slot:
-            # The timer may have left this chain already, and places in its log are being counted: only append.
+            # The timer may have left this chain already, for a level below or a part: only a tombstone can follow it.
             self.append_tomb(slot, key)
+        elif slot.count == 0:
+            return 0
         elif slot.tail.next == slot.tail:
             self.remove_from_chunk(slot, key, level, index)
-            return 0
         else:
             self.append_tomb(slot, key)
             self.compact_if_worth(slot, level, index)
         if self.compactor.slot != NULL:
-            self.compact_step(COMPACT_STEP)
+            self.compact_step()
         return 0
 
     cdef int append_tomb(self, Slot* slot, const Timer* key) except -1:
         cdef Timer tomb = key[0]
-        if slot == self.drainer.slot:
-            tomb.word = self.drainer.sifted + slot.count + 1
-            if 2 * self.drainer.used > self.drainer.mask:
-                self.stop(&self.drainer)        # table full: the drain gathers anew, with more room
-            else:
-                put_tomb(&self.drainer, &tomb)
-        tomb.word = 0
         tomb.at_ms |= TOMB
         self.append(slot, &tomb)
         if slot == &self.far:
@@ -784,116 +791,141 @@ cdef class TimingWheel:
         return 0
 
     cdef int compact_if_worth(self, Slot* slot, int level, int index) except -1:
-        cdef Resolver once
-        cdef int64_t budget = 2 * <int64_t>COMPACT_NOW_MAX
         if 3 * <uint64_t>slot.tombs <= slot.count:
             return 0
-        if slot.count > COMPACT_NOW_MAX:
-            if self.compactor.slot == NULL:
-                self.start(&self.compactor, slot, level, index, slot.tombs)
-            return 0
-        self.start(&once, slot, level, index, slot.tombs)
-        try:
-            self.gather(&once, &budget)
-            self.sift(&once, &budget, NULL)
-        finally:
-            self.stop(&once)
+        if slot.count <= COMPACT_NOW_MAX:
+            self.resolve(slot)
+            if slot.count == 0 and level < FAR:
+                unmark(&self.levels[level], index)
+        elif self.compactor.slot == NULL:
+            self.start(&self.compactor, slot, level, index)
         return 0
 
-    cdef int compact_step(self, int64_t entries) except -1:
-        cdef int64_t budget = entries
-        if self.gather(&self.compactor, &budget) and self.sift(&self.compactor, &budget, NULL):
-            self.stop(&self.compactor)
+    cdef int compact_step(self) except -1:
+        """A share of the compaction under way: some entries spread, or one part resolved."""
+        cdef int64_t budget = COMPACT_STEP
+        cdef Split* work = &self.compactor
+        cdef uint32_t count = min(work.unsplit, <uint32_t>COMPACT_STEP)
+        if count:
+            work.unsplit -= count
+            self.spread(work, count, &budget)
+        elif work.place <= work.mask:
+            self.resolve(&work.parts[work.place])
+            work.place += 1
+        else:
+            self.stop(work)
         return 0
 
-    cdef int start(self, Resolver* work, Slot* slot, int level, int index, uint64_t tombs) except -1:
+    cdef int resolve(self, Slot* slot) except -1:
+        """Take the tombstones out of a slot, and the timers they are for. O(entries)."""
         cdef uint64_t size = 16
-        while size < 2 * tombs:
+        cdef Tomb* table
+        if slot.tombs == 0:
+            return 0
+        while size < 2 * <uint64_t>slot.tombs:
             size *= 2
-        memset(work, 0, sizeof(Resolver))
-        work.borrowed = work != &self.compactor and work != &self.drainer
-        work.table = self.pool.take_scratch(size) if work.borrowed else <Tomb*>calloc(size, sizeof(Tomb))
-        if work.table == NULL:
-            raise MemoryError(f"no memory to resolve {tombs} cancels")
-        work.mask = size - 1
+        table = self.pool.take_scratch(size)
+        gather(slot, table, size - 1)
+        self.sift(slot, table, size - 1)
+        return 0
+
+    cdef void sift(self, Slot* slot, const Tomb* table, uint64_t mask) noexcept:
+        """Write the survivors over the slot's own chunks, from the first on: writing never overtakes reading."""
+        cdef Chunk* chunk = slot.tail
+        cdef Chunk* target = slot.tail.next
+        cdef Timer timer
+        cdef uint32_t seen = 0
+        cdef uint32_t kept = 0
+        cdef int filled = 0
+        cdef int place
+        while seen < slot.count:
+            chunk = chunk.next
+            wheel_prefetch_chunk(<const char*>chunk.next)
+            for place in range(chunk.first, chunk.used):
+                timer = chunk.entries[place]
+                seen += 1
+                if timer.at_ms < 0:
+                    continue
+                if is_cancelled(table, mask, &timer, seen):
+                    self.timer_count -= 1
+                    continue
+                if filled == CHUNK_ENTRIES:
+                    set_entries(target, filled)     # read to its end already: this entry is from a later chunk
+                    target = target.next
+                    filled = 0
+                target.entries[filled] = timer
+                filled += 1
+                kept += 1
+        set_entries(target, filled)
+        self.drop_behind(slot, target)
+        slot.count = kept
+        slot.tombs = 0
+        if kept == 0:
+            self.drop_head(slot)
+
+    cdef void drop_behind(self, Slot* slot, Chunk* last) noexcept:
+        cdef Chunk* head = slot.tail.next
+        cdef Chunk* chunk = last.next
+        cdef Chunk* following
+        while chunk != head:
+            following = chunk.next
+            self.pool.give(chunk)
+            self.chunk_count -= 1
+            chunk = following
+        last.next = head
+        slot.tail = last
+
+    cdef inline void drop_entry(self, Slot* slot) noexcept:
+        cdef Chunk* head = slot.tail.next
+        slot.count -= 1
+        slot.tombs -= head.entries[head.first].at_ms < 0
+        head.first += 1
+        if head.first == head.used:
+            self.drop_head(slot)
+
+    cdef int start(self, Split* work, Slot* slot, int level, int index) except -1:
+        cdef uint64_t count = 2
+        while count < PARTS_MAX and count * PART_ENTRIES < slot.count:
+            count *= 2
+        memset(work, 0, sizeof(Split))
+        work.parts = <Slot*>calloc(count, sizeof(Slot))
+        if work.parts == NULL:
+            raise MemoryError(f"no memory to split a slot of {slot.count}")
+        work.mask = count - 1
         work.slot = slot
         work.level = level
         work.index = index
-        work.end = slot.count
-        work.chunk = slot.tail.next
-        work.place = work.chunk.first
+        work.unsplit = slot.count
         return 0
 
-    cdef bint gather(self, Resolver* work, int64_t* budget) noexcept:
-        """Put the tombstones of the slot into the table; whether all have been seen."""
-        cdef Timer tomb
-        while work.seen < work.end:
+    cdef bint spread(self, Split* work, uint32_t count, int64_t* budget) except -1:
+        """Move the first `count` entries of the slot into its parts, as far as the budget goes; whether all were."""
+        cdef Timer key
+        cdef Timer* entry
+        while count:
             if budget[0] <= 0:
                 return False
-            if work.place == work.chunk.used:
-                work.chunk = work.chunk.next
-                work.place = work.chunk.first
-                wheel_prefetch_chunk(<const char*>work.chunk.next)
-            work.seen += 1
-            if work.chunk.entries[work.place].at_ms < 0:
-                tomb = work.chunk.entries[work.place]
-                tomb.at_ms &= AT_MASK
-                tomb.word = work.seen
-                put_tomb(work, &tomb)
-            work.place += 1
+            entry = &work.slot.tail.next.entries[work.slot.tail.next.first]
+            key = entry[0]
+            key.at_ms &= AT_MASK
+            # The high half of the hash: the low one picks the place in the table, and must not be the same for a whole part.
+            self.append(&work.parts[(key_hash(&key) >> 32) & work.mask], entry)
+            self.drop_entry(work.slot)
+            count -= 1
             budget[0] -= 1
-        work.gathered = True
         return True
 
-    cdef bint sift(self, Resolver* work, int64_t* budget, int64_t* left) except -1:
-        """Take the slot's entries off in order: survivors to the output (`left` of them) or to `kept`; whether all were seen."""
-        cdef Slot* slot = work.slot
-        cdef Chunk* head
-        cdef Timer* timer
-        while work.sifted < work.end:
-            if budget[0] <= 0 or (left != NULL and left[0] == 0):
-                return False
-            head = slot.tail.next
-            timer = &head.entries[head.first]
-            if timer.at_ms < 0:
-                slot.tombs -= 1
-            elif is_cancelled(work, timer):
-                self.timer_count -= 1
-            elif left != NULL:
-                self.pool.emit(timer, 1)
-                left[0] -= 1
-                self.timer_count -= 1
-            else:
-                self.append(&work.kept, timer)
-            slot.count -= 1
-            head.first += 1
-            work.sifted += 1
-            budget[0] -= 1
-            if head.first == head.used:
-                self.drop_head(slot)
-                if slot.tail != NULL:
-                    wheel_prefetch_chunk(<const char*>slot.tail.next.next)
-        return True
-
-    cdef void stop(self, Resolver* work) noexcept:
-        """End a resolver at any point: survivors so far go back in front of the entries it has not reached."""
-        cdef Slot* slot = work.slot
-        cdef Chunk* head
-        if slot == NULL:
+    cdef void stop(self, Split* work) noexcept:
+        """End a split at any point: the parts go back in front of what has not been spread."""
+        cdef uint64_t place
+        if work.slot == NULL:
             return
-        if work.kept.tail != NULL:
-            head = work.kept.tail.next
-            if slot.tail == NULL:
-                slot.tail = work.kept.tail
-            else:
-                work.kept.tail.next = slot.tail.next
-                slot.tail.next = head
-            slot.count += work.kept.count
-        if slot.count == 0 and work.level < FAR:
+        for place in range(work.mask + 1):
+            put_in_front(work.slot, &work.parts[place])
+        if work.slot.count == 0 and work.level < FAR:
             unmark(&self.levels[work.level], work.index)
-        if not work.borrowed:
-            free(work.table)
-        memset(work, 0, sizeof(Resolver))
+        free(work.parts)
+        memset(work, 0, sizeof(Split))
 
     # -- added overdue
 
@@ -1004,17 +1036,26 @@ cdef class TimingWheel:
                     assert not marked
                     continue
                 slot = &self.levels[level].slots[index]
-                assert marked == (slot.tail != NULL or self.compactor.slot == slot), (level, index)
+                assert marked == (slot.tail != NULL or self.compactor.slot == slot or self.drainer.slot == slot), (level, index)
                 found = self.check_slot(slot, level, index)
                 timers, chunks = timers + found[0], chunks + found[1]
         for found in (self.check_slot(&self.far, FAR, 0), self.check_slot(&self.far_next, FAR, 0),
-                      self.check_slot(&self.compactor.kept, -1, 0), self.check_slot(&self.drainer.kept, -1, 0)):
+                      self.check_parts(&self.compactor), self.check_parts(&self.drainer)):
             timers, chunks = timers + found[0], chunks + found[1]
         assert timers == self.timer_count, (timers, self.timer_count)
         assert chunks == self.chunk_count, (chunks, self.chunk_count)
         assert not self.pool_is_own or self.pool.live_count == chunks
         for i in range(1, self.overdue_count):
             assert not earlier(&self.overdue[i], &self.overdue[(i - 1) >> 1])
+
+    cdef check_parts(self, Split* work):
+        cdef uint64_t place
+        timers = chunks = 0
+        if work.slot != NULL:
+            for place in range(work.mask + 1):
+                found = self.check_slot(&work.parts[place], work.level, work.index)
+                timers, chunks = timers + found[0], chunks + found[1]
+        return timers, chunks
 
     cdef check_slot(self, Slot* slot, int level, int index):
         cdef Chunk* chunk = slot.tail
@@ -1034,7 +1075,7 @@ cdef class TimingWheel:
                 assert at_ms > self.hand
                 if level == FAR:
                     assert self.cascading or (level_of(reference, at_ms) == FAR and at_ms >= self.far_min)
-                elif level >= 0:
+                else:
                     assert level_of(reference, at_ms) == level and index_of(level, at_ms) == index, (at_ms, level, index)
             if chunk == slot.tail:
                 break
@@ -1151,26 +1192,62 @@ cdef inline bint earlier(const Overdue* left, const Overdue* right) noexcept nog
     return left.order < right.order
 
 
-cdef int64_t table_bytes(const Resolver* work) noexcept:
-    return 0 if work.table == NULL else <int64_t>(work.mask + 1) * <int64_t>sizeof(Tomb)
+cdef int64_t parts_bytes(const Split* work) noexcept:
+    return 0 if work.parts == NULL else <int64_t>(work.mask + 1) * <int64_t>sizeof(Slot)
 
 
-cdef void put_tomb(Resolver* work, const Timer* tomb) noexcept:
-    # A later tombstone for the same key replaces the earlier one: it reaches further.
-    cdef uint64_t place = key_hash(tomb) & work.mask
-    while work.table[place].key.word:
-        if same_key(&work.table[place].key, tomb):
-            work.table[place].key.word = max(work.table[place].key.word, tomb.word)
+cdef void put_in_front(Slot* slot, Slot* front) noexcept:
+    cdef Chunk* head
+    if front.tail == NULL:
+        return
+    if slot.tail == NULL:
+        slot.tail = front.tail
+    else:
+        head = front.tail.next
+        front.tail.next = slot.tail.next
+        slot.tail.next = head
+    slot.count += front.count
+    slot.tombs += front.tombs
+
+
+cdef void gather(Slot* slot, Tomb* table, uint64_t mask) noexcept:
+    """Put a slot's tombstones into the table, each with 1 + its place in the log."""
+    cdef Chunk* chunk = slot.tail
+    cdef uint32_t seen = 0
+    cdef int place
+    cdef Timer tomb
+    while True:
+        chunk = chunk.next
+        wheel_prefetch_chunk(<const char*>chunk.next)
+        for place in range(chunk.first, chunk.used):
+            seen += 1
+            if chunk.entries[place].at_ms < 0:
+                tomb = chunk.entries[place]
+                tomb.at_ms &= AT_MASK
+                tomb.word = seen
+                put_tomb(table, mask, &tomb)
+        if chunk == slot.tail:
             return
-        place = (place + 1) & work.mask
-    work.table[place].key = tomb[0]
-    work.used += 1
 
 
-cdef bint is_cancelled(const Resolver* work, const Timer* timer) noexcept:
-    cdef uint64_t place = key_hash(timer) & work.mask
-    while work.table[place].key.word:
-        if same_key(&work.table[place].key, timer):
-            return work.sifted + 1 < work.table[place].key.word
-        place = (place + 1) & work.mask
+cdef void put_tomb(Tomb* table, uint64_t mask, const Timer* tomb) noexcept:
+    # A later tombstone for the same key replaces the earlier one: it reaches further.
+    cdef uint64_t place = key_hash(tomb) & mask
+    while table[place].key.word and not same_key(&table[place].key, tomb):
+        place = (place + 1) & mask
+    table[place].key = tomb[0]
+
+
+cdef inline void set_entries(Chunk* chunk, int used) noexcept:
+    chunk.first = 0
+    chunk.used = <uint16_t>used
+
+
+cdef inline bint is_cancelled(const Tomb* table, uint64_t mask, const Timer* timer, uint32_t seen) noexcept:
+    """Whether a tombstone for `timer` comes after entry number `seen` (from 1) of the log, which it is."""
+    cdef uint64_t place = key_hash(timer) & mask
+    while table[place].key.word:
+        if same_key(&table[place].key, timer):
+            return seen < table[place].key.word
+        place = (place + 1) & mask
     return False

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from wheelsched.runtime.clock import VirtualClock
 
-# No deadline: two shared cores make one example in a thousand slow, which says nothing about the code. `print_blob` gives the line
-# that replays a failure; a failing example of CI can so be run anywhere.
+# No deadline: two shared cores make one example in a thousand slow, which says nothing about the code. `print_blob` gives the
+# line that replays a failure; a failing example of CI can so be run anywhere.
 settings.register_profile("dev", deadline=None, print_blob=True)
 settings.register_profile(
     "ci", deadline=None, print_blob=True, max_examples=200, suppress_health_check=[HealthCheck.too_slow], database=None

@@ -1,5 +1,7 @@
-"""A group in a dictionary: what engine tests build jobs with and look at them through. Everything has a default; what a test sets,
-it is about."""
+"""A group in a dictionary: what engine tests build jobs with and look at them through.
+
+Everything has a default; what a test sets, it is about.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,7 @@ class DictReader:
         last = bisect.bisect_left(names, end) if end else len(names)
         return [(name, rows[name]) for name in names[first:last][:limit]]
 
-    def write(
-        self, puts: Mapping[str, Mapping[bytes, bytes | None]], ranges: Sequence[tuple[str, bytes, bytes]] = ()
-    ) -> None:
+    def write(self, puts: Mapping[str, Mapping[bytes, bytes | None]], ranges: Sequence[tuple[str, bytes, bytes]] = ()) -> None:
         for family, start, end in ranges:
             rows = self.families[family]
             for key in [key for key in rows if start <= key < end]:
@@ -163,9 +163,7 @@ class EngineGroup:
         alive = [s for s in states.values() if not is_final(s) and s.status != Status.DISCARDED]
         ended = [s for s in states.values() if s not in alive]
         assert set(rows[keys.JOBS]) == {keys.job_key(self.group, s.lane, s.fire_at_ms, s.job_id) for s in alive}
-        assert set(rows[keys.INDEX]) == {
-            keys.index_key(self.group, s.tenant, s.queue, s.fire_at_ms, s.job_id) for s in alive
-        }
+        assert set(rows[keys.INDEX]) == {keys.index_key(self.group, s.tenant, s.queue, s.fire_at_ms, s.job_id) for s in alive}
         assert set(rows[keys.DONE]) == {
             keys.done_key(self.group, s.tenant, s.queue, s.status, s.fire_at_ms, s.job_id) for s in ended
         }

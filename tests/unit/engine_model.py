@@ -353,7 +353,13 @@ class Story:
 
     def _complete(self, step: Step, job_id: bytes, job: ModelJob | None) -> tuple[AnyCommand, Any]:
         token = self._token(step, job)
-        outcomes = (Outcome.SUCCEEDED, Outcome.RETRYABLE_FAILURE, Outcome.FATAL_FAILURE, Outcome.RETRYABLE_FAILURE, Outcome.CANCELLED)
+        outcomes = (
+            Outcome.SUCCEEDED,
+            Outcome.RETRYABLE_FAILURE,
+            Outcome.FATAL_FAILURE,
+            Outcome.RETRYABLE_FAILURE,
+            Outcome.CANCELLED,
+        )
         outcome, jitter = outcomes[step.number % 5], JITTERS[step.number % 3]
         retry_after = 1_500 if step.number > 48 else -1
         expected = self.model.end_attempt(step.job, token, outcome, jitter, retry_after)
@@ -475,4 +481,4 @@ MOVES_SEEN = frozenset(MOVES) | {
     (S.RETRYING, "fire", S.QUEUED),
 }
 
-__all__ = ["MOVES_SEEN", "STEPS", "Step", "Story", "merged", "play_again"]
+__all__ = ["KINDS", "MOVES_SEEN", "STEPS", "Step", "Story", "merged", "play_again"]

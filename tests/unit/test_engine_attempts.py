@@ -253,9 +253,7 @@ def test_an_extension_moves_the_lease_and_nothing_else(group: EngineGroup) -> No
 # Expire
 
 
-@pytest.mark.parametrize(
-    ("outcome", "code"), [(Outcome.LEASE_EXPIRED, "lease_expired"), (Outcome.TIMED_OUT, "timed_out")]
-)
+@pytest.mark.parametrize(("outcome", "code"), [(Outcome.LEASE_EXPIRED, "lease_expired"), (Outcome.TIMED_OUT, "timed_out")])
 def test_lease_expiry_and_timeout_count_attempts_up_to_the_limit(group: EngineGroup, outcome: Outcome, code: str) -> None:
     """B-076: a payload that kills its worker reports nothing, and is claimed max_attempts times all the same."""
     state = group.create(max_attempts=3)
@@ -338,6 +336,19 @@ def test_a_released_job_stays_queued_though_the_clock_went_back(group: EngineGro
 
 
 # Backoff
+
+
+def test_backoff_doubles_and_starts_anew_after_a_redrive(group: EngineGroup) -> None:
+    state, delays = group.create(max_attempts=3, initial_backoff_ms=1_000), []
+    for _ in range(2):
+        for _ in range(2):
+            retry = must(group.do(a_completion(group.claim(state), FAILED, jitter=2**31)))
+            delays.append(retry.next_attempt_at_ms - group.now_ms)
+            group.advance(10_000)
+            state = retry
+        dead = must(group.do(a_completion(group.claim(state), FAILED)))
+        state = must(group.do(Redrive(dead.job_id, "acme")))
+    assert delays == [500, 1_000, 500, 1_000]
 
 
 @pytest.mark.parametrize(("initial_ms", "max_ms"), [(10_000, 600_000), (1, 31_622_400_000), (0, 0), (600_000, 5), (1, 1)])

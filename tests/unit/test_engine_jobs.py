@@ -254,6 +254,14 @@ def test_only_a_scheduled_job_can_be_changed(group: EngineGroup) -> None:
     assert group.effects == []
 
 
+def test_a_redriven_job_is_past_scheduled_for_an_update(group: EngineGroup) -> None:
+    dead = group.dead()
+    again = must(group.do(Redrive(dead.job_id, "acme", MINUTE_MS)))
+    assert group.seen(again) is Status.SCHEDULED
+    reply = group.do(patch(again, priority=0))
+    assert reply.refusal == "job-not-scheduled" and "was started before" in reply.detail
+
+
 # Cancel
 
 

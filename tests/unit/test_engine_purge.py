@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import pytest
-from builders import NOW_MS, DictReader, EngineGroup, a_completion, a_create, must
+from builders import NOW_MS, DictReader, EngineGroup, a_completion, a_create, an_id, must
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wheelsched.core.invariants import InvariantBroken
 from wheelsched.core.limits import KEEP_KEYED_MS
-from wheelsched.engine import GroupMachine, Transaction
+from wheelsched.engine import GroupMachine, Transaction, prefetch_state_keys
 from wheelsched.model import keys
-from wheelsched.model.commands import Cancel, Entry, PauseQueue, Purge, PutQueue
+from wheelsched.model.commands import (
+    AnyCommand,
+    Cancel,
+    Claim,
+    Entry,
+    Expire,
+    Fire,
+    PauseQueue,
+    Purge,
+    PutQueue,
+    Release,
+    RunNow,
+    Update,
+)
 from wheelsched.model.effects import QueueChanged
 from wheelsched.model.rows import GroupState, QueueSettings, decode_queue, encode_row
 from wheelsched.model.states import Outcome, Status
@@ -160,6 +173,46 @@ def test_a_missing_job_row_stops_the_node() -> None:
         group.do(a_completion(running))
 
 
+def test_a_scan_reads_on_past_a_cleared_range() -> None:
+    reader = DictReader()
+    reader.families[keys.DONE] = {bytes((number,)): b"" for number in range(20)}
+    txn = Transaction(1, reader)
+    txn.delete_range(keys.DONE, b"\x00", b"\x0c")
+    assert [key[0] for key, _ in txn.scan(keys.DONE, b"", b"", 3)] == [12, 13, 14]
+
+
+def test_state_rows_are_read_ahead_once_and_for_creates_only_with_a_key() -> None:
+    one, two, three, four = (an_id(name) for name in ("one", "two", "three", "four"))
+    commands: list[AnyCommand] = [
+        a_create("plain"), a_create("two", fingerprint=b"body"), Claim([(one, 1), (two, 1)], 1_000), Fire(NOW_MS, [(three, 1)]),
+        Cancel(four, "acme"), Cancel(one, "acme"), Fire(NOW_MS), a_purge(), PutQueue("acme", "mail"),
+    ]  # fmt: skip
+    assert prefetch_state_keys(Entry(1, NOW_MS, commands)) == [two, one, three, four]
+
+
+def test_job_rows_are_read_ahead_for_what_ends_a_job_or_moves_it() -> None:
+    """Method: the reader counts what apply still reads singly: the counts row of the queue, nothing else."""
+    group = EngineGroup()
+    ending = [group.running(name) for name in ("succeeded", "fatal", "requested")]
+    last, retried, lost = group.running("last", max_attempts=1), group.running("retried"), group.running("lost", max_attempts=1)
+    waiting = [group.create(name, delay_ms=60_000) for name in ("cancelled", "updated", "run")]
+    must(group.do(Cancel(ending[2].job_id, "acme")))
+    group.reader.get_count = 0
+    replies = group.apply(
+        a_completion(ending[0]),
+        a_completion(ending[1], Outcome.FATAL_FAILURE),
+        Release(ending[2].job_id, 1, ending[2].fencing),
+        a_completion(last, Outcome.RETRYABLE_FAILURE),
+        a_completion(retried, Outcome.RETRYABLE_FAILURE),
+        Expire(lost.job_id, 1, lost.fencing, int(Outcome.LEASE_EXPIRED), 0),
+        Cancel(waiting[0].job_id, "acme"),
+        Update(waiting[1].job_id, "acme", delay_ms=1),
+        RunNow(waiting[2].job_id, "acme"),
+    )
+    assert not any(reply.refusal for reply in replies)
+    assert group.reader.get_count == 1
+
+
 _KEYS = st.integers(0, 12).map(lambda number: bytes((number,)))
 _ACTIONS = st.one_of(
     st.tuples(st.just("put"), _KEYS, _KEYS),
@@ -175,7 +228,7 @@ def test_a_transaction_reads_what_the_store_holds_after_its_write(
 ) -> None:
     """Method: every action on a plain dictionary too; scans and gets agree on the way, the store at the end."""
     reader = DictReader()
-    reader.families[keys.DONE] = {key: b"stored" for key in sorted(stored)}
+    reader.families[keys.DONE] = dict.fromkeys(sorted(stored), b"stored")
     rows = dict(reader.families[keys.DONE])
     txn = Transaction(1, reader)
     for action, one, other in actions:

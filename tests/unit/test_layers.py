@@ -134,7 +134,15 @@ def impurities(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize(
     "code",
-    ["import time", "from random import Random", "async def f(): pass", "open('x')", "import os\nos.urandom(8)", "hash('x')", "import asyncio.tasks"],
+    [
+        "import time",
+        "from random import Random",
+        "async def f(): pass",
+        "open('x')",
+        "import os\nos.urandom(8)",
+        "hash('x')",
+        "import asyncio.tasks",
+    ],
 )
 def test_the_purity_check_sees_what_it_looks_for(code: str) -> None:
     assert list(impurities(ast.parse(code)))

@@ -24,11 +24,29 @@ def samples_of(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]]
 
 
 EXPECTED = {
-    "jobs_created_total", "jobs_fired_total", "lease_expired_total", "stale_completions_total", "audit_repairs_total",
-    "jobs_finished_total", "attempts_total", "lateness_seconds_bucket", "claim_wait_seconds_bucket", "run_duration_seconds_bucket",
-    "fsync_seconds_bucket", "commit_latency_seconds_bucket", "queue_depth", "queue_oldest_age_seconds", "in_flight", "dead_letters",
-    "timers_loaded", "timers_due_backlog", "dispatch_lag_seconds", "store_writable", "disk_free_bytes", "build_info",
-}  # fmt: skip
+    "jobs_created_total",
+    "jobs_fired_total",
+    "lease_expired_total",
+    "stale_completions_total",
+    "audit_repairs_total",
+    "jobs_finished_total",
+    "attempts_total",
+    "lateness_seconds_bucket",
+    "claim_wait_seconds_bucket",
+    "run_duration_seconds_bucket",
+    "fsync_seconds_bucket",
+    "commit_latency_seconds_bucket",
+    "queue_depth",
+    "queue_oldest_age_seconds",
+    "in_flight",
+    "dead_letters",
+    "timers_loaded",
+    "timers_due_backlog",
+    "dispatch_lag_seconds",
+    "store_writable",
+    "disk_free_bytes",
+    "build_info",
+}
 
 
 @pytest.fixture
@@ -36,8 +54,13 @@ def metrics() -> Metrics:
     metrics = Metrics(version="9.9", native=True)
     metrics.gauges = lambda: Gauges(
         queues=[QueueGauges("mail", {Status.SCHEDULED: 4, Status.QUEUED: 2, Status.DEAD: 3, Status.SUCCEEDED: 100}, 1.5)],
-        in_flight=7, timers_loaded=11, timers_due_backlog=1, dispatch_lag_s=0.25, store_writable=False, disk_free_bytes=5,
-    )  # fmt: skip
+        in_flight=7,
+        timers_loaded=11,
+        timers_due_backlog=1,
+        dispatch_lag_s=0.25,
+        store_writable=False,
+        disk_free_bytes=5,
+    )
     return metrics
 
 
@@ -85,7 +108,9 @@ def test_queue_labels_stop_at_their_bound() -> None:
     for number in range(10):
         metrics.jobs_finished.add(f"q{number}", Status.SUCCEEDED)
     metrics.jobs_finished.add("q1", Status.SUCCEEDED)
-    shown = {labels[0][1]: value for (name, labels), value in samples_of(metrics).items() if name == "wheelsched_jobs_finished_total"}
+    shown = {
+        labels[0][1]: value for (name, labels), value in samples_of(metrics).items() if name == "wheelsched_jobs_finished_total"
+    }
     assert shown == {"q0": 1, "q1": 2, "q2": 1, "other": 7}
 
 

@@ -57,7 +57,9 @@ def test_later_sources_win(write) -> None:
 
 
 def test_unknown_key_names_line_and_nearest(write) -> None:
-    assert faults_of(write("http:\n  host: 127.0.0.1\n\n  prot: 8080\n")) == ["4: http.prot is not a setting; did you mean http.port?"]
+    assert faults_of(write("http:\n  host: 127.0.0.1\n\n  prot: 8080\n")) == [
+        "4: http.prot is not a setting; did you mean http.port?"
+    ]
 
 
 def test_unknown_section_is_named(write) -> None:
@@ -136,7 +138,20 @@ def test_values_that_contradict_each_other(overrides: dict[str, str], told: str)
     assert told in faults_of(None, overrides=overrides)[0]
 
 
-@pytest.mark.parametrize(("host", "loopback"), [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("[::1]", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("localhost.example.org", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+    ],
+)
 def test_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
 

@@ -193,7 +193,9 @@ def test_wheel_fires_what_a_heap_fires(wheels: Any, moves: list[tuple[str, Any]]
     pair.wheel.check()
 
 
-@given(seed=st.integers(0, 1 << 32), spread_ms=st.sampled_from([1, 50, 5_000, 3_000_000]), due_max=st.sampled_from([7, 300, 9_999]))
+@given(
+    seed=st.integers(0, 1 << 32), spread_ms=st.sampled_from([1, 50, 5_000, 3_000_000]), due_max=st.sampled_from([7, 300, 9_999])
+)
 @settings(max_examples=60, deadline=None)
 def test_full_slots_fire_what_a_heap_fires_under_many_cancels(wheels: Any, seed: int, spread_ms: int, due_max: int) -> None:
     """Slots of many chunks, so that tombstones, their compaction and partial drains all happen."""
@@ -320,7 +322,7 @@ def test_cancel_churn_does_not_leak(native: Any) -> None:
 
 
 @given(seed=st.integers(0, 1 << 32))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_large_slot_is_compacted_in_steps(native: Any, seed: int) -> None:
     """Above 32,768 entries the cancels share the work; adding, cancelling and cascading go on in between."""
     rng = random.Random(seed)
@@ -403,9 +405,7 @@ def test_bad_arguments_are_refused(wheels: Any, call: Callable[[Any], Any]) -> N
     step_ms=st.integers(200, 3_000),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_set_sweeps_as_its_wheels_would_alone(
-    wheels: Any, timers: list[tuple[int, int]], due_max: int, step_ms: int
-) -> None:
+def test_a_set_sweeps_as_its_wheels_would_alone(wheels: Any, timers: list[tuple[int, int]], due_max: int, step_ms: int) -> None:
     together, alone = wheels.WheelSet(7, START_MS), [wheels.TimingWheel(START_MS) for _ in range(7)]
     for place, (index, distance) in enumerate(timers):
         for wheel in (together[index], alone[index]):
@@ -459,11 +459,11 @@ def test_environment_chooses_the_twin(native: Any, pure: str) -> None:
 
 @pytest.mark.slow
 def test_no_call_stalls_on_a_slot_of_millions(native: Any) -> None:
-    """3M timers at one far instant, a third cancelled: cascade, compaction and drain stay short calls of CPU time.
+    """1.5M timers at one far instant, a third cancelled: cascade, compaction and drain stay short calls of CPU time.
 
     The bound is ten times what is aimed at, because tests run on loaded machines; the benchmark shows the real figure.
     """
-    count, at_ms = 3_000_000, (1 << 34) + 7
+    count, at_ms = 1_500_000, (1 << 34) + 7
     wheel = native.TimingWheel(0)
     for start in range(0, count, 50_000):
         wheel.add_batch(pack([(at_ms, id_low, 1, 0) for id_low in range(start, start + 50_000)]))
@@ -481,4 +481,4 @@ def test_no_call_stalls_on_a_slot_of_millions(native: Any) -> None:
     while wheel.hand_ms < at_ms:
         fired += len(timed(lambda: wheel.advance(at_ms, 65_536))) // TIMER.size
     assert fired == count - len(range(0, count, 3))
-    assert worst_ns < 50_000_000
+    assert worst_ns < 50_000_000  # the 88 ms of a design with one large table were found here

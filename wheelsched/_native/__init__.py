@@ -1,1 +1,1 @@
-"""Compiled modules (`native/*.pyx`). Empty without a compiler; import them through `wheelsched.wheel` and `wheelsched.fairness`."""
+"""Compiled modules (`native/*.pyx`). Empty without a compiler; import through `wheelsched.wheel` and `wheelsched.fairness`."""

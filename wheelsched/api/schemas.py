@@ -25,10 +25,6 @@ _known_names: set[str] = set()
 _KNOWN_NAMES_MAX: Final = 10_000
 
 
-def _number(*, ge: float | None = None, le: float | None = None, gt: float | None = None, doc: str = "") -> Any:
-    return Annotated[float, Meta(ge=ge, le=le, gt=gt, description=doc)]
-
-
 Name = Annotated[str, Meta(description="1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit.",
                            extra_json_schema={"pattern": NAME_PATTERN, "minLength": 1, "maxLength": limits.NAME_LENGTH_MAX})]  # fmt: skip
 Instant = Annotated[str, Meta(description="RFC 3339 with an offset or Z.", extra_json_schema={"format": "date-time"})]
@@ -62,11 +58,11 @@ class Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 # --- requests -------------------------------------------------------------------------------------------------------------------
 
 
-class Precise(Model, tag_field="class", tag="precise"):
+class Precise(Model, tag_field="class", tag="precise", kw_only=True):
     """Due at `run_at`."""
 
 
-class Flexible(Model, tag_field="class", tag="flexible"):
+class Flexible(Model, tag_field="class", tag="flexible", kw_only=True):
     """Due somewhere in the window that begins at `run_at`."""
 
     window_s: Annotated[float, Meta(ge=1, le=limits.WINDOW_S_MAX)]
@@ -75,7 +71,7 @@ class Flexible(Model, tag_field="class", tag="flexible"):
 Timing = Precise | Flexible
 
 
-class Retry(Model):
+class Retry(Model, kw_only=True):
     """Full jitter between 0 and min(max_backoff_s, initial_backoff_s * 2^(attempt - 1))."""
 
     max_attempts: Annotated[int, Meta(ge=1, le=limits.ATTEMPTS_MAX)] | UnsetType = UNSET
@@ -83,13 +79,13 @@ class Retry(Model):
     max_backoff_s: Annotated[float, Meta(ge=0, le=limits.BACKOFF_S_MAX)] | UnsetType = UNSET
 
 
-class Target(Model):
+class Target(Model, kw_only=True):
     """Who does the work: `task`, a worker that claims it."""
 
     type: Literal["task"]
 
 
-class JobCreate(Model):
+class JobCreate(Model, kw_only=True):
     queue: Name
     run_at: Instant | UnsetType = UNSET
     delay_s: DelayS | UnsetType = UNSET
@@ -107,7 +103,7 @@ class JobCreate(Model):
     labels: Labels | UnsetType = UNSET
 
 
-class BatchJob(JobCreate):
+class BatchJob(JobCreate, kw_only=True):
     """A job of a batch."""
 
     idempotency_key: (
@@ -117,7 +113,7 @@ class BatchJob(JobCreate):
     ) = UNSET  # fmt: skip
 
 
-class JobBatch(Model):
+class JobBatch(Model, kw_only=True):
     # Items are decoded one by one: a bad one is its own problem. The document says what they are.
     jobs: Annotated[
         list[Raw],
@@ -127,7 +123,7 @@ class JobBatch(Model):
     spread_s: SpreadS | UnsetType = UNSET
 
 
-class JobPatch(Model):
+class JobPatch(Model, kw_only=True):
     run_at: Instant | UnsetType = UNSET
     delay_s: DelayS | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
@@ -138,11 +134,11 @@ class JobPatch(Model):
     labels: Labels | UnsetType = UNSET
 
 
-class Nothing(Model):
+class Nothing(Model, kw_only=True):
     """A call without a body, or with an empty object."""
 
 
-class ClaimRequest(Model):
+class ClaimRequest(Model, kw_only=True):
     max: Annotated[int, Meta(ge=1, le=limits.CLAIM_JOBS_MAX)] = 1
     lease_s: LeaseS | UnsetType = UNSET
     wait_s: Annotated[float, Meta(ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.")] = 0
@@ -152,34 +148,34 @@ class ClaimRequest(Model):
 CLAIM_QUEUES_MAX: Final = 100
 
 
-class ClaimMany(ClaimRequest):
+class ClaimMany(ClaimRequest, kw_only=True):
     queues: Annotated[list[Name], Meta(min_length=1, max_length=CLAIM_QUEUES_MAX, description="In the order of preference.")]
 
 
-class Heartbeat(Model):
+class Heartbeat(Model, kw_only=True):
     lease_s: LeaseS | UnsetType = UNSET
     progress: Json | UnsetType = UNSET
 
 
-class BatchHeartbeat(Heartbeat):
+class BatchHeartbeat(Heartbeat, kw_only=True):
     token: str
 
 
 _ErrorJson = Annotated[Raw, Meta(description="Text or an object; cut at 4 KiB.", extra_json_schema={"type": ["string", "object"]})]
 
 
-class Completion(Model):
+class Completion(Model, kw_only=True):
     outcome: OutcomeName
     error: _ErrorJson | UnsetType = UNSET
     result: Json | UnsetType = UNSET
     retry_after_s: Annotated[float, Meta(ge=0, le=limits.BACKOFF_S_MAX)] | UnsetType = UNSET
 
 
-class BatchCompletion(Completion):
+class BatchCompletion(Completion, kw_only=True):
     token: str
 
 
-class HeartbeatBatch(Model):
+class HeartbeatBatch(Model, kw_only=True):
     heartbeats: Annotated[
         list[Raw],
         Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
@@ -187,7 +183,7 @@ class HeartbeatBatch(Model):
     ]  # fmt: skip
 
 
-class CompletionBatch(Model):
+class CompletionBatch(Model, kw_only=True):
     completions: Annotated[
         list[Raw],
         Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
@@ -195,7 +191,7 @@ class CompletionBatch(Model):
     ]  # fmt: skip
 
 
-class Weights(Model):
+class Weights(Model, kw_only=True):
     critical: Annotated[int, Meta(ge=1, le=1_000)] = 70
     default: Annotated[int, Meta(ge=1, le=1_000)] = 25
     bulk: Annotated[int, Meta(ge=1, le=1_000)] = 5
@@ -204,7 +200,7 @@ class Weights(Model):
 RETENTION_S_MAX: Final = 10 * limits.DELAY_S_MAX
 
 
-class QueuePut(Model):
+class QueuePut(Model, kw_only=True):
     max_concurrency: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
     rate_per_s: Annotated[float, Meta(ge=0.001, le=1_000_000)] | None = None
     lease_s: LeaseS = limits.LEASE_MS_DEFAULT / 1000
@@ -212,7 +208,7 @@ class QueuePut(Model):
     weights: Weights = msgspec.field(default_factory=Weights)
 
 
-class DeadSelection(Model):
+class DeadSelection(Model, kw_only=True):
     """Either `job_ids`, or `all` with what narrows it."""
 
     job_ids: Annotated[list[str], Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX)] | UnsetType = UNSET
@@ -221,11 +217,11 @@ class DeadSelection(Model):
     limit: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
 
 
-class DeadRedrive(DeadSelection):
+class DeadRedrive(DeadSelection, kw_only=True):
     spread_s: SpreadS | UnsetType = UNSET
 
 
-class ClockAdvance(Model):
+class ClockAdvance(Model, kw_only=True):
     """Either `by_s` or `to`."""
 
     by_s: Annotated[float, Meta(ge=0)] | UnsetType = UNSET
@@ -239,12 +235,12 @@ class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class FaultInfo(Answer):
+class FaultInfo(Answer, kw_only=True):
     pointer: str
     detail: str
 
 
-class Problem(Answer):
+class Problem(Answer, kw_only=True):
     """Problem details, RFC 9457."""
 
     type: str
@@ -256,21 +252,21 @@ class Problem(Answer):
     errors: list[FaultInfo] | UnsetType = UNSET
 
 
-class PreciseInfo(Answer, tag_field="class", tag="precise"):
+class PreciseInfo(Answer, tag_field="class", tag="precise", kw_only=True):
     pass
 
 
-class FlexibleInfo(Answer, tag_field="class", tag="flexible"):
+class FlexibleInfo(Answer, tag_field="class", tag="flexible", kw_only=True):
     window_s: float
 
 
-class RetryInfo(Answer):
+class RetryInfo(Answer, kw_only=True):
     max_attempts: int
     initial_backoff_s: float
     max_backoff_s: float
 
 
-class Job(Answer):
+class Job(Answer, kw_only=True):
     job_id: str
     queue: str
     status: StatusName
@@ -299,22 +295,22 @@ class Job(Answer):
     flow_run: str | UnsetType = UNSET
 
 
-class JobResult(Answer):
+class JobResult(Answer, kw_only=True):
     status: int
     job: Job | UnsetType = UNSET
     problem: Problem | UnsetType = UNSET
 
 
-class JobResults(Answer):
+class JobResults(Answer, kw_only=True):
     results: list[JobResult]
 
 
-class JobPage(Answer):
+class JobPage(Answer, kw_only=True):
     jobs: list[Job]
     next_cursor: str | None
 
 
-class Attempt(Answer):
+class Attempt(Answer, kw_only=True):
     attempt: int
     worker: str | None
     started_at: Instant | None
@@ -327,11 +323,11 @@ class Attempt(Answer):
     http_status: int | UnsetType = UNSET
 
 
-class Attempts(Answer):
+class Attempts(Answer, kw_only=True):
     attempts: list[Attempt]
 
 
-class Event(Answer):
+class Event(Answer, kw_only=True):
     at: Instant
     from_: StatusName | None = msgspec.field(name="from")
     to: StatusName
@@ -341,11 +337,11 @@ class Event(Answer):
     detail: str | None
 
 
-class Events(Answer):
+class Events(Answer, kw_only=True):
     events: list[Event]
 
 
-class ClaimedJobInfo(Answer):
+class ClaimedJobInfo(Answer, kw_only=True):
     job_id: str
     queue: str
     attempt: int
@@ -365,38 +361,38 @@ class ClaimedJobInfo(Answer):
     traceparent: str | UnsetType = UNSET
 
 
-class Claimed(Answer):
+class Claimed(Answer, kw_only=True):
     jobs: list[ClaimedJobInfo]
 
 
-class HeartbeatInfo(Answer):
+class HeartbeatInfo(Answer, kw_only=True):
     lease_expires_at: Instant
     cancel_requested: bool
 
 
-class CompletionInfo(Answer):
+class CompletionInfo(Answer, kw_only=True):
     job_id: str
     status: StatusName
     next_attempt_at: Instant | UnsetType = UNSET
 
 
-class ReleaseInfo(Answer):
+class ReleaseInfo(Answer, kw_only=True):
     job_id: str
     status: StatusName
 
 
-class HeartbeatResult(Answer):
+class HeartbeatResult(Answer, kw_only=True):
     status: int
     lease_expires_at: Instant | UnsetType = UNSET
     cancel_requested: bool | UnsetType = UNSET
     problem: Problem | UnsetType = UNSET
 
 
-class HeartbeatResults(Answer):
+class HeartbeatResults(Answer, kw_only=True):
     results: list[HeartbeatResult]
 
 
-class CompletionResult(Answer):
+class CompletionResult(Answer, kw_only=True):
     status: int
     job_id: str | UnsetType = UNSET
     job_status: StatusName | UnsetType = UNSET
@@ -404,17 +400,17 @@ class CompletionResult(Answer):
     problem: Problem | UnsetType = UNSET
 
 
-class CompletionResults(Answer):
+class CompletionResults(Answer, kw_only=True):
     results: list[CompletionResult]
 
 
-class WeightsInfo(Answer):
+class WeightsInfo(Answer, kw_only=True):
     critical: int
     default: int
     bulk: int
 
 
-class QueueSettingsInfo(Answer):
+class QueueSettingsInfo(Answer, kw_only=True):
     max_concurrency: int | None
     rate_per_s: float | None
     lease_s: float
@@ -422,12 +418,12 @@ class QueueSettingsInfo(Answer):
     weights: WeightsInfo
 
 
-class LatenessInfo(Answer):
+class LatenessInfo(Answer, kw_only=True):
     p50_s: float | None
     p99_s: float | None
 
 
-class Queue(Answer):
+class Queue(Answer, kw_only=True):
     name: str
     depth: Annotated[dict[str, dict[str, int]], Meta(description="Jobs by status and priority.")]
     oldest_ready_age_s: float | None
@@ -437,28 +433,28 @@ class Queue(Answer):
     settings: QueueSettingsInfo
 
 
-class QueuePage(Answer):
+class QueuePage(Answer, kw_only=True):
     queues: list[Queue]
     next_cursor: str | None
 
 
-class Redriven(Answer):
+class Redriven(Answer, kw_only=True):
     redriven: int
 
 
-class Discarded(Answer):
+class Discarded(Answer, kw_only=True):
     discarded: int
 
 
-class ClockInfo(Answer):
+class ClockInfo(Answer, kw_only=True):
     now: Instant
 
 
-class Alive(Answer):
+class Alive(Answer, kw_only=True):
     status: Literal["ok"]
 
 
-class Ready(Answer):
+class Ready(Answer, kw_only=True):
     ready: bool
     reasons: list[str]
 

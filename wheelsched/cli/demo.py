@@ -1,8 +1,9 @@
 """`wheelsched demo`: real processes, a real disk, a real kill -9, and an account of every job.
 
-A node (`wheelsched dev`) and two workers run as processes of their own. A few hundred jobs are created over HTTP with idempotency
-keys; some are due at once, most over the next 40 seconds, some fail on purpose. In the middle the node is killed and started again
-on the same data, while jobs go on being created. At the end what the node says of each job is held against what the workers noted.
+A node (`wheelsched dev`) and two workers run as processes of their own. A few hundred jobs are created over HTTP with
+idempotency keys; some are due at once, most over the next 40 seconds, some fail on purpose. In the middle the node is killed
+and started again on the same data, while jobs go on being created. At the end what the node says of each job is held against
+what the workers noted.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class _Demo:
             Remote(url).call("PUT", f"/v1/queues/{QUEUE}", body={"lease_s": LEASE_S})
             for number in range(_WORKERS):
                 stack.enter_context(_worker(url, self.data, number))
-            self.output.say(f"{_WORKERS} workers started")
+            _wait_for_workers(Remote(url), self.data)
+            self.output.say(f"{_WORKERS} workers wait for jobs; this takes about a minute")
             self.start_s = time.time()
             self._create_planned(Remote(url))
             steady = threading.Thread(target=self._create_steadily, args=(url,), name="steady creates", daemon=True)
@@ -267,6 +269,15 @@ def _wait_ready(node: _Node, folder: Path) -> None:
         else:
             return
     raise CommandFailed(f"the node was not ready within {_START_S:g} s: {_tail(folder / 'node.log')}", exit_code=UNREACHABLE)
+
+
+def _wait_for_workers(remote: Remote, folder: Path) -> None:
+    """Return when each worker has a long poll open: until then lateness would measure how fast Python starts."""
+    give_up_s = time.monotonic() + _START_S
+    while remote.get("/status")["waiters"] < _WORKERS:
+        if time.monotonic() > give_up_s:
+            raise CommandFailed(f"the workers did not start: {_tail(folder / 'worker-0.log')}")
+        time.sleep(0.05)
 
 
 def _tail(path: Path) -> str:

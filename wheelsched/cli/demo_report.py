@@ -226,7 +226,7 @@ def _timeline(account: Account) -> Panel:
     most = max([1, *starts.values()])
     killed, ready = (int(at - account.start_s) for at in (account.outage.killed_s, account.outage.ready_s))
     lines = Text()
-    for second in range(0, max([*starts, *worst, ready]) + 1):
+    for second in range(max([*starts, *worst, ready]) + 1):
         down = killed <= second <= ready
         lines.append(f"{second:>4} s ", style="red" if down else "")
         lines.append("█" * _cells(starts[second], most), style="cyan")
@@ -283,11 +283,14 @@ def draw_lateness(account: Account, path: Path) -> bool:
     for colour, (name, jobs) in zip(_COLOURS, account.by_kind.items(), strict=False):
         points = [(at(one.fire_at_s), max(late * 1_000, 0.1)) for one in jobs if (late := one.lateness_s) is not None]
         if points:
-            axes.scatter(*zip(*points, strict=True), s=14, color=colour, alpha=0.8, label=f"{name} ({len(jobs)})")
+            due_s, late_ms = zip(*points, strict=True)
+            axes.scatter(due_s, late_ms, s=14, color=colour, alpha=0.8, label=f"{name} ({len(jobs)})")
     axes.set_yscale("log")
     axes.set_xlabel("fire_at, seconds of the run")
     axes.set_ylabel("lateness, ms (log)")
-    axes.set_title(f"wheelsched demo: {len(account.finished)} jobs, {account.lost} lost, {account.run_twice} run twice without cause")
+    axes.set_title(
+        f"wheelsched demo: {len(account.finished)} jobs, {account.lost} lost, {account.run_twice} run twice without cause"
+    )
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(loc="upper right", fontsize=8)
     figure.tight_layout()

@@ -8,6 +8,7 @@
 | 3 | not found: no such job or queue |
 | 4 | conflict: the state of the thing rules the call out |
 | 5 | unreachable or unavailable: nothing was done, or (`timeout`) it is not known; repeat |
+| 70 | `dev`, `serve`: a write or an fsync failed; what the disk holds is unknown until the next start reads it |
 | 130 | interrupted |
 """
 

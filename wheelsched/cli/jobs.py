@@ -66,7 +66,9 @@ def _body(options: dict[str, Any]) -> dict[str, Any]:
     body = {name: options[name] for name in plain if options.get(name) is not None}
     if options.get("window_s") is not None:
         body["timing"] = {"class": "flexible", "window_s": _whole(options["window_s"])}
-    retry = {name: options[name] for name in ("max_attempts", "initial_backoff_s", "max_backoff_s") if options.get(name) is not None}
+    retry = {
+        name: options[name] for name in ("max_attempts", "initial_backoff_s", "max_backoff_s") if options.get(name) is not None
+    }
     if retry:
         body["retry"] = retry
     if options.get("labels"):
@@ -81,9 +83,13 @@ def _whole(number: float) -> int | float:
 @jobs.command()
 @click.argument("queue", required=False)
 @_shape_options
-@click.option("--start-deadline", "start_deadline_s", type=DURATION, help="Skip the job if it has not started this long after its time.")
+@click.option(
+    "--start-deadline", "start_deadline_s", type=DURATION, help="Skip the job if it has not started this long after its time."
+)
 @click.option("--key", help="Idempotency-Key: the same key and body give the same job.")
-@click.option("--from", "source", type=click.File("r"), metavar="FILE", help="Many: one job as JSON a line, as in the API; - is stdin.")
+@click.option(
+    "--from", "source", type=click.File("r"), metavar="FILE", help="Many: one job as JSON a line, as in the API; - is stdin."
+)
 @remote_options
 def create(session: Session, queue: str | None, key: str | None, source: IO[str] | None, **options: Any) -> int:
     """Create a job, or many.
@@ -301,7 +307,10 @@ def events(session: Session, job_id: str) -> None:
     answer = session.remote.get(f"/v1/jobs/{segment(job_id)}/events")
     if session.output.as_json:
         session.output.document(answer)
-    rows = [(e["at"], e.get("from"), e["to"], e.get("attempt"), e.get("version"), e.get("actor"), e.get("detail")) for e in answer["events"]]
+    rows = [
+        (e["at"], e.get("from"), e["to"], e.get("attempt"), e.get("version"), e.get("actor"), e.get("detail"))
+        for e in answer["events"]
+    ]
     session.output.table(("AT", "FROM", "TO", ">ATTEMPT", ">VERSION", "ACTOR", "DETAIL"), rows)
 
 

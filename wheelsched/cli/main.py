@@ -1,6 +1,7 @@
 """The tree of commands and the one way out of all of them.
 
-A command's module is imported when the command is called or its help is asked for: `wheelsched jobs get` does not pay for RocksDB.
+A command's module is imported when the command is called or its help is asked for: `wheelsched jobs get` does not
+pay for RocksDB.
 """
 
 from __future__ import annotations

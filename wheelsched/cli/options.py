@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ _UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)?")
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[float]):
     """Seconds from `90`, `1.5s`, `10m`, `2h30m`, `1d`."""
 
     name = "duration"
@@ -35,7 +36,7 @@ class Duration(click.ParamType):
         return float(sum(float(number) * _UNITS_S[unit or "s"] for number, unit in parts))
 
 
-class JsonValue(click.ParamType):
+class JsonValue(click.ParamType[Any]):
     """A JSON text; `@FILE` reads it from a file, `@-` from stdin."""
 
     name = "json"
@@ -46,13 +47,13 @@ class JsonValue(click.ParamType):
         text = value
         if value.startswith("@"):
             try:
-                text = click.get_text_stream("stdin").read() if value == "@-" else Path(value[1:]).read_text(encoding="utf-8")
+                text = sys.stdin.read() if value == "@-" else Path(value[1:]).read_text(encoding="utf-8")
             except OSError as error:
                 self.fail(f"{value[1:]} cannot be read: {error.strerror}", param, ctx)
         try:
             return json.loads(text)
         except ValueError as error:
-            self.fail(f"not JSON ({error}); quote it for the shell: '{{\"to\": \"ada\"}}'", param, ctx)
+            self.fail(f'not JSON ({error}); quote it for the shell: \'{{"to": "ada"}}\'', param, ctx)
 
 
 DURATION: Final = Duration()
@@ -81,7 +82,9 @@ def json_option(command: F) -> F:
 def remote_options(command: F) -> F:
     """`--url` and `--json`, handed over as `session`."""
 
-    @click.option("--url", envvar="WHEELSCHED_URL", default=DEFAULT_URL, show_default=True, show_envvar=True, help="The node to ask.")
+    @click.option(
+        "--url", envvar="WHEELSCHED_URL", default=DEFAULT_URL, show_default=True, show_envvar=True, help="The node to ask."
+    )
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
     @functools.wraps(command)
     def wrapped(*args: Any, url: str, as_json: bool, **options: Any) -> Any:

@@ -77,7 +77,7 @@ def get(session: Session, queue: str) -> None:
     session.output.document(session.remote.get(f"/v1/queues/{segment(queue)}"))
 
 
-class _Cap(click.ParamType):
+class _Cap(click.ParamType[Any]):
     name = "number|none"
 
     def __init__(self, kind: type[int] | type[float]) -> None:
@@ -130,8 +130,17 @@ def set_(session: Session, queue: str, reset: bool, **given: Any) -> int:
         else:
             settings[name] = value
     settings = {name: value for name, value in settings.items() if value is not None}
-    session.output.document(session.remote.call("PUT", f"/v1/queues/{segment(queue)}", body=settings))
+    answer = session.remote.call("PUT", f"/v1/queues/{segment(queue)}", body=settings)
+    if session.output.as_json:
+        session.output.document(answer)
+    session.output.say(f"{queue}: " + ", ".join(f"{name} {_told(value)}" for name, value in answer.get("settings", {}).items()))
     return OK
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return "/".join(map(str, value.values()))
+    return "none" if value is None else str(value)
 
 
 def _current(session: Session, queue: str) -> dict[str, Any]:

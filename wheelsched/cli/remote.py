@@ -1,14 +1,13 @@
 """Calls of one node over HTTP, for commands: blocking, JSON in and out as the contract has it.
 
-Not the SDK, on purpose: a command shows what the node answered, unknown fields included, and starts in a tenth of a second without
-an event loop.
+Not the SDK, on purpose: a command shows what the node answered, unknown fields included, and starts in a tenth of a second
+without an event loop.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
@@ -23,8 +22,8 @@ Params = Mapping[str, str | int | None]
 
 
 class Remote:
-    """One connection to the node at `url`, opened when needed. Raises `WheelschedError` for refusals, `CommandFailed` where nobody
-    answers."""
+    """One connection to the node at `url`, opened when needed. Raises `WheelschedError` for refusals, `CommandFailed` where
+    nobody answers."""
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
         parts = urlsplit(url)
@@ -81,7 +80,7 @@ class Remote:
             self._connection.request(method, target, data, headers)
             response = self._connection.getresponse()
             return response.status, response.headers, response.read()
-        except (TimeoutError, socket.timeout) as error:
+        except TimeoutError as error:
             self._connection.close()
             raise CommandFailed(
                 f"{self.url} did not answer {method} {target} in time; the outcome is unknown: repeat it",

@@ -1,7 +1,7 @@
 """`wheelsched dev` and `wheelsched serve`: the process of a node, from its first line to a clean end.
 
-Starts node, then server; stops in the reverse order: refuse new calls, drain, stop the node (which flushes and closes the store),
-close the sockets. SIGTERM and SIGINT ask for that; a second one does not wait.
+Starts node, then server. Stops by refusing new calls, answering those under way, applying what is in the log, closing the store,
+and last the sockets. SIGTERM and SIGINT ask for that; a second one does not wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -27,13 +27,17 @@ from wheelsched.core.settings import Settings
 from wheelsched.runtime.config import Value, data_dir, load_settings
 from wheelsched.runtime.logs import setup_logs
 
-# After the drain (http.drain_s) the node has this long to flush and close; then the process ends anyway, which is safe at any
-# instant, and says so by its exit code.
+if TYPE_CHECKING:
+    from wheelsched.node import Node
+
+# After the drain (http.drain_s) the node has this long to apply, flush and close.
 _STOP_S: Final = 15.0
 
 
 @click.command()
-@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the data goes.  [default: ./wheelsched-data]")
+@click.option(
+    "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the data goes.  [default: ./wheelsched-data]"
+)
 @click.option("--port", type=click.IntRange(0, 65535), help="Port on 127.0.0.1; 0 picks a free one.  [default: 8080]")
 @click.option("--clock", type=click.Choice(("real", "virtual")), help="virtual: time stands still until POST /v1/clock:advance.")
 @click.option("--clock-start", metavar="INSTANT", help="First instant of the virtual clock.")
@@ -118,35 +122,46 @@ def _first(group: BaseExceptionGroup[Any]) -> Exception:
 
 async def _serve(settings: Settings, output: Output) -> int:
     from wheelsched.node import open_node
+    from wheelsched.store.errors import StoreError
 
     stop = _Stop()
     stop.listen()
-    node = await open_node(settings)
     try:
-        return await _serve_node(node, settings, output, stop)
-    finally:
-        # Also after a failed start: what was opened is closed, and what was written is flushed.
-        async with asyncio.timeout(_STOP_S):
-            await node.stop()
+        node = await open_node(settings)
+    except StoreError as error:
+        # In use, foreign or corrupt: the message names directory and remedy.
+        raise CommandFailed(str(error)) from error
+    async with asyncio.TaskGroup() as tasks:
+        # `run` closes the store, however it ends: also where the port is taken.
+        running = tasks.create_task(node.run(), name="node")
+        return await _answer_until_stopped(node, running, settings, output, stop)
 
 
-async def _serve_node(node: Any, settings: Settings, output: Output, stop: _Stop) -> int:
+async def _answer_until_stopped(node: Node, running: asyncio.Task[None], settings: Settings, output: Output, stop: _Stop) -> int:
     from wheelsched import api
 
-    async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(node.run(), name="node")
-        try:
-            server = await api.serve(node, host=settings.http.host, port=settings.http.port)
-        except OSError as error:
-            raise _cannot_listen(settings, error) from error
-        try:
-            _announce(settings, server.port, output)
-            await stop.wanted.wait()
+    try:
+        server = await api.serve(node, host=settings.http.host, port=settings.http.port)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    try:
+        _announce(settings, server.port, output)
+        asked = await stop.wait_or(running)
+        if asked:
             output.say(f"stopping ({stop.signal_name}); once more quits at once")
-            await server.drain()
-        finally:
-            await server.close()
-            running.cancel()
+        # No call is accepted any more and long polls are answered, while the node still finishes what it had accepted.
+        node.drain()
+        await server.drain(settings.http.drain_s)
+        node.stop()
+        async with asyncio.timeout(_STOP_S):
+            await asyncio.shield(running)
+    except TimeoutError:
+        # What was acknowledged is on disk: ending now loses nothing, and a supervisor waits no longer.
+        raise CommandFailed(f"the node did not stop within {_STOP_S:g} s") from None
+    finally:
+        await server.close()
+    if not asked:
+        raise CommandFailed("the node stopped by itself; the log above says why (a full disk, most likely)")
     return OK
 
 
@@ -154,7 +169,9 @@ def _cannot_listen(settings: Settings, error: OSError) -> CommandFailed:
     where = f"{settings.http.host}:{settings.http.port}"
     if error.errno == errno.EADDRINUSE:
         return CommandFailed(f"{where} is in use; choose another port with --port or http.port (0 picks a free one)")
-    return CommandFailed(f"cannot listen on {where}: {error.strerror or error}; set http.host and http.port to an address of this machine")
+    return CommandFailed(
+        f"cannot listen on {where}: {error.strerror or error}; set http.host and http.port to an address of this machine"
+    )
 
 
 def _announce(settings: Settings, port: int, output: Output) -> None:
@@ -163,7 +180,13 @@ def _announce(settings: Settings, port: int, output: Output) -> None:
     kept = settings.store.kind == "rocksdb"
     directory = str(data_dir(settings)) if kept else None
     if output.as_json:
-        started = {"url": url, "node": settings.node.id, "data_dir": directory, "pid": os.getpid(), "version": wheelsched.__version__}
+        started = {
+            "url": url,
+            "node": settings.node.id,
+            "data_dir": directory,
+            "pid": os.getpid(),
+            "version": wheelsched.__version__,
+        }
         click.echo(json.dumps(started))
     where = f"data in {directory}" if kept else "data in memory only"
     clock = ", virtual clock" if settings.clock.kind == "virtual" else ""
@@ -175,7 +198,7 @@ class _Stop:
     """The wish to stop, as signals express it."""
 
     def __init__(self) -> None:
-        self.wanted = asyncio.Event()
+        self._wanted = asyncio.Event()
         self.signal_name = ""
 
     def listen(self) -> None:
@@ -183,9 +206,18 @@ class _Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
 
+    async def wait_or(self, running: asyncio.Task[None]) -> bool:
+        """Return when a signal came (True) or the node ended by itself (False)."""
+        waiting = asyncio.ensure_future(self._wanted.wait())
+        try:
+            await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        return self._wanted.is_set()
+
     def _on_signal(self, number: signal.Signals) -> None:
-        if self.wanted.is_set():
+        if self._wanted.is_set():
             # Safe at any instant: what was acknowledged is on disk.
             os._exit(INTERRUPTED if number is signal.SIGINT else FAILURE)
         self.signal_name = number.name
-        self.wanted.set()
+        self._wanted.set()

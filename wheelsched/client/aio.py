@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, Protocol, Self, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from wheelsched.client.encoding import encode_json, format_instant, header_value, path_segment
+from wheelsched.client.encoding import encode_json, encode_object, format_instant, header_value, path_segment
 from wheelsched.client.transport import Backoff, Repeat, Transport, is_repeatable
 from wheelsched.client.types import Attempt, ClaimedJob, Completed, Event, Job, Lease, Page, Queue
 from wheelsched.core.errors import NotFound, OutcomeUnknown, StaleLease, Unavailable, WheelschedError, from_problem
@@ -345,7 +345,7 @@ class AsyncClient:
         answer = await self._transport.call(
             "POST",
             "/v1/jobs",
-            body=msgspec.json.encode(new.body()),
+            body=encode_object(new.body()),
             headers={} if key is None else {"Idempotency-Key": key},
             repeat=Repeat.REFUSED if key is None else Repeat.ALWAYS,
         )
@@ -363,7 +363,7 @@ class AsyncClient:
         wanted = [job if isinstance(job, NewJob) else NewJob(**job) for job in jobs]
         keys = [self._key_of(job) for job in wanted]
         items = [
-            msgspec.json.encode(job.body() if key is None else {**job.body(), "idempotency_key": key})
+            encode_object(job.body() if key is None else {**job.body(), "idempotency_key": key})
             for job, key in zip(wanted, keys, strict=True)
         ]
         tail = b"]}" if spread_s is None else b'],"spread_s":' + encode_json(spread_s) + b"}"
@@ -438,7 +438,7 @@ class AsyncClient:
         answer = await self._transport.call(
             "PATCH",
             _job_path(job_id),
-            body=msgspec.json.encode(body),
+            body=encode_object(body),
             headers={} if if_version is None else {"If-Match": f'"v{if_version}"'},
             # A delay counts from the acceptance, and a version that was matched once does not match again.
             repeat=Repeat.ALWAYS if if_version is None else Repeat.REFUSED,
@@ -547,7 +547,7 @@ class AsyncClient:
             ("retention_s", retention_s),
             ("weights", weights),
         )
-        body = msgspec.json.encode({name: value for name, value in named if value is not None})
+        body = encode_object({name: value for name, value in named if value is not None})
         return _decoded((await self._transport.call("PUT", _queue_path(queue), body=body)).body, Queue)
 
     async def pause(self, queue: str) -> Queue:
@@ -592,15 +592,24 @@ class AsyncClient:
         limit: int | None,
         spread_s: float | None,
     ) -> int:
-        chosen: dict[str, Any] = {"all": True} if job_ids is None else {"job_ids": [*job_ids]}
         named = (("error_contains", error_contains), ("limit", limit), ("spread_s", spread_s))
-        body = msgspec.json.encode(chosen | {name: value for name, value in named if value is not None})
-        # Repeated after an unknown outcome the count would be of the rest, and a limit would count anew.
-        answer = await self._transport.call(
-            "POST", f"{_queue_path(queue)}/dead-letters:{verb}", body=body, repeat=Repeat.REFUSED,
-            timeout_s=self._transport.timeout_s * _BATCH_TIMEOUT_FACTOR,
-        )  # fmt: skip
-        return _decoded(answer.body, dict[str, int])[counted]
+        narrowed = {name: value for name, value in named if value is not None}
+        choices: list[dict[str, Any]] = [{"all": True}]
+        if job_ids is not None:
+            starts = range(0, len(job_ids), BATCH_ITEMS_MAX)
+            choices = [{"job_ids": [*job_ids[start : start + BATCH_ITEMS_MAX]]} for start in starts]
+        count = 0
+        for choice in choices:
+            # Repeated after an unknown outcome the count would be of the rest, and a limit would count anew.
+            answer = await self._transport.call(
+                "POST",
+                f"{_queue_path(queue)}/dead-letters:{verb}",
+                body=encode_object(choice | narrowed),
+                repeat=Repeat.REFUSED,
+                timeout_s=self._transport.timeout_s * _BATCH_TIMEOUT_FACTOR,
+            )
+            count += _decoded(answer.body, dict[str, int])[counted]
+        return count
 
     # Claims
 
@@ -630,7 +639,7 @@ class AsyncClient:
         else:
             path, body["queues"] = "/v1/claims", [*queues]
         answer = await self._transport.call(
-            "POST", path, body=msgspec.json.encode(body), repeat=Repeat.REFUSED, timeout_s=wait_s + self._transport.timeout_s,
+            "POST", path, body=encode_object(body), repeat=Repeat.REFUSED, timeout_s=wait_s + self._transport.timeout_s,
             claims=True,
         )  # fmt: skip
         return _decoded(answer.body, _Claimed).jobs
@@ -640,11 +649,11 @@ class AsyncClient:
         body = Heartbeat(token, lease_s, progress).body()
         del body["token"]
         path = f"/v1/attempts/{path_segment(token)}:heartbeat"
-        return _decoded((await self._transport.call("POST", path, body=msgspec.json.encode(body))).body, Lease)
+        return _decoded((await self._transport.call("POST", path, body=encode_object(body))).body, Lease)
 
     async def heartbeat_many(self, heartbeats: Iterable[Heartbeat]) -> tuple[Lease | WheelschedError, ...]:
         """Extend many leases in one call for each 1,000; the lease or the error of each, in order."""
-        items = [msgspec.json.encode(heartbeat.body()) for heartbeat in heartbeats]
+        items = [encode_object(heartbeat.body()) for heartbeat in heartbeats]
         return await self._attempts_batch("heartbeat", "heartbeats", items, _Beaten)
 
     async def complete(
@@ -660,11 +669,11 @@ class AsyncClient:
         body = Completion(token, outcome, error, result, retry_after_s).body()
         del body["token"]
         path = f"/v1/attempts/{path_segment(token)}:complete"
-        return _decoded((await self._transport.call("POST", path, body=msgspec.json.encode(body))).body, Completed)
+        return _decoded((await self._transport.call("POST", path, body=encode_object(body))).body, Completed)
 
     async def complete_many(self, completions: Iterable[Completion]) -> tuple[Completed | WheelschedError, ...]:
         """Report many ends in one call for each 1,000; the answer or the error of each, in order."""
-        items = [msgspec.json.encode(completion.body()) for completion in completions]
+        items = [encode_object(completion.body()) for completion in completions]
         return await self._attempts_batch("complete", "completions", items, _Ended)
 
     async def _attempts_batch(
@@ -698,7 +707,7 @@ class AsyncClient:
         answer = await self._transport.call(
             "POST",
             "/v1/clock:advance",
-            body=msgspec.json.encode(body),
+            body=encode_object(body),
             timeout_s=self._transport.timeout_s * _BATCH_TIMEOUT_FACTOR,
             repeat=Repeat.REFUSED if to is None else Repeat.ALWAYS,
         )

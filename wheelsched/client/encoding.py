@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -24,6 +25,15 @@ def encode_json(value: Any) -> bytes:
         return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
     except RecursionError:
         raise ValueError("the value is nested too deeply; 128 levels are allowed") from None
+
+
+def encode_object(members: Mapping[str, Any]) -> bytes:
+    """A JSON object; members that are `msgspec.Raw` stand in it as they are. Raises as `encode_json` does."""
+    plain = encode_json({name: value for name, value in members.items() if not isinstance(value, msgspec.Raw)})
+    raws = [encode_json(name) + b":" + bytes(value) for name, value in members.items() if isinstance(value, msgspec.Raw)]
+    if not raws:
+        return plain
+    return (plain[:-1] + b"," if len(plain) > 2 else b"{") + b",".join(raws) + b"}"
 
 
 def _checked(raw: bytes) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -69,8 +71,7 @@ class Answer:
 class Transport:
     """Pooled keep-alive connections to one or several nodes of a cluster; any node answers any call.
 
-    Claims have connections of their own, which are reset and not closed: to the server that is a worker that hung up, even if its
-    answer was on the way, and it gives the jobs back uncounted (API.md, "Claims").
+    Claims have connections of their own (`_ClaimLine`): they wait on purpose, and breaking one off has to look like what it is.
     """
 
     def __init__(
@@ -101,16 +102,18 @@ class Transport:
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
-        self._claim_session: aiohttp.ClientSession | None = None
+        # Those no claim waits on; there are as many lines as there were claims at once.
+        self._idle_lines: list[_ClaimLine] = []
         self._closed = False
 
     async def close(self) -> None:
         """Close the connections; calls after it raise RuntimeError."""
         self._closed = True
-        for session in (self._session, self._claim_session):
-            if session is not None:
-                await session.close()
-        self._session = self._claim_session = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        while self._idle_lines:
+            await self._idle_lines.pop().close()
 
     async def call(
         self,
@@ -135,7 +138,7 @@ class Transport:
         while True:
             tries += 1
             try:
-                status, content = await self._once(method, target, body, headers, timeout_s or self.timeout_s, claims)
+                status, content = await self._try(method, target, body, headers, timeout_s or self.timeout_s, claims)
                 return Answer(status, content, after_unknown=unknown)
             except WheelschedError as error:
                 if unknown and echo is not None and isinstance(error, echo):
@@ -146,8 +149,37 @@ class Transport:
                 wait_s = self.backoff.wait_s(tries, self._rng, retry_after_s=error.retry_after_s)
             await asyncio.sleep(wait_s)
 
-    async def _once(
+    async def _try(
         self, method: str, target: str, body: bytes | None, headers: Mapping[str, str] | None, timeout_s: float, claims: bool
+    ) -> tuple[int, bytes]:
+        if self._is_closed():
+            raise RuntimeError("the client is closed")
+        if not claims:
+            if self._session is None:
+                self._session = aiohttp.ClientSession(
+                    connector=aiohttp.TCPConnector(limit=self._connections_max), headers=self._headers
+                )
+            return await self._once(self._session, method, target, body, headers, timeout_s)
+        line = self._idle_lines.pop() if self._idle_lines else _ClaimLine(self._headers)
+        line.arm()
+        try:
+            answer = await self._once(line.session, method, target, body, headers, timeout_s)
+            line.disarm()
+            return answer
+        finally:
+            if self._is_closed():
+                await line.close()
+            else:
+                self._idle_lines.append(line)
+
+    async def _once(
+        self,
+        session: aiohttp.ClientSession,
+        method: str,
+        target: str,
+        body: bytes | None,
+        headers: Mapping[str, str] | None,
+        timeout_s: float,
     ) -> tuple[int, bytes]:
         base_index = self._base_index
         url = self._base_urls[base_index] + target
@@ -156,7 +188,7 @@ class Transport:
             sent_headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S_MAX))
         try:
-            async with self._session_for(claims).request(
+            async with session.request(
                 method, URL(url, encoded=True), data=body, headers=sent_headers, timeout=timeout, allow_redirects=False
             ) as response:
                 content = await response.read()
@@ -176,30 +208,46 @@ class Transport:
             self._turn_from(base_index)
         raise _error_of(method, target, response.status, response.headers, content)
 
+    def _is_closed(self) -> bool:
+        return self._closed
+
     def _turn_from(self, base_index: int) -> None:
         # Many calls fail together when a node goes; only the first of them turns to the next node.
         if self._base_index == base_index:
             self._base_index = (base_index + 1) % len(self._base_urls)
 
-    def _session_for(self, claims: bool) -> aiohttp.ClientSession:
-        if self._closed:
-            raise RuntimeError("the client is closed")
-        if claims:
-            if self._claim_session is None:
-                # Long polls wait on purpose: they neither share nor exhaust the other calls' connections.
-                connector = aiohttp.TCPConnector(limit=0, socket_factory=_resetting_socket)
-                self._claim_session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-            return self._claim_session
-        if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections_max)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        return self._session
 
+class _ClaimLine:
+    """A connection that carries one claim at a time.
 
-def _resetting_socket(address: tuple[Any, ...]) -> socket.socket:
-    made = socket.socket(family=address[0], type=address[1], proto=address[2])
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
-    return made
+    While a claim waits it is armed: closing it, by us or by the kernel of a process that dies, sends a reset (SO_LINGER 0). That
+    is how a server learns that an answer on its way was not read, and gives the jobs back uncounted at once (API.md, "Claims").
+    Once the answer is read it is disarmed: a worker that dies at work has its jobs, and that attempt has to count.
+    """
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._socket: socket.socket | None = None
+        connector = aiohttp.TCPConnector(limit=1, socket_factory=self._made)
+        self.session = aiohttp.ClientSession(connector=connector, headers=headers)
+
+    def _made(self, address: tuple[Any, ...]) -> socket.socket:
+        self._socket = socket.socket(family=address[0], type=address[1], proto=address[2])
+        self.arm()
+        return self._socket
+
+    def arm(self) -> None:
+        self._linger(on=True)
+
+    def disarm(self) -> None:
+        self._linger(on=False)
+
+    def _linger(self, *, on: bool) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # closed meanwhile
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", on, 0))
+
+    async def close(self) -> None:
+        await self.session.close()
 
 
 def is_repeatable(result: object, repeat: Repeat) -> bool:
@@ -232,11 +280,11 @@ def parse_retry_after(text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        return max(0.0, min(float(text), 1e9)) if text.strip()[:1].isdigit() or text.strip()[:1] == "-" else _until(text)
-    except (ValueError, TypeError):
-        return None
-
-
-def _until(text: str) -> float:
-    at = parsedate_to_datetime(text)
-    return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp())
+        seconds = float(text)
+    except ValueError:
+        try:
+            at = parsedate_to_datetime(text)
+        except (ValueError, TypeError):
+            return None
+        seconds = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - datetime.now(UTC).timestamp()
+    return max(0.0, seconds) if math.isfinite(seconds) else None

@@ -92,9 +92,9 @@ class Claims:
                 if offer is None:
                     return []
                 reserved = [offer]
-            handed = await self._claim(reserved, lease_ms=lease_ms, worker=worker)
-            # Everything reserved may have been cancelled meanwhile: look again, within the same wait.
-            if handed or asyncio.get_running_loop().time() >= deadline:
+            # Everything reserved may have been cancelled meanwhile: look again, also when the wait is over, for there may be jobs
+            # behind it. Each turn uses up what it reserved.
+            if handed := await self._claim(reserved, lease_ms=lease_ms, worker=worker):
                 return handed
 
     def _reserve(self, queues: Sequence[QueueMemory], jobs_max: int) -> list[tuple[QueueMemory, Taken]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from wheelsched.core.clock import Clock
@@ -15,8 +15,6 @@ from wheelsched.replica import Replicas
 
 HELD_MAX = 100  # held jobs named by one command
 IDLE_MS = 1_000
-# The wall clock is steered in small steps by NTP; a hand this far ahead of it means that it was set back.
-STEP_BACK_MS = 1
 
 
 class _Pending(NamedTuple):
@@ -29,17 +27,19 @@ class _Pending(NamedTuple):
 
 class Firing:
     """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the wall
-    clock was set back, and must load the wheels anew."""
+    clock was set back, and must load the wheels anew; `on_named(group, held)` is told which held jobs were named, and sets the timers again of
+    those that are still held: a Fire whose stamp fell before their time does nothing."""
 
     def __init__(
         self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, bytes], None],
-        on_step_back: Callable[[], Awaitable[None]],
+        on_step_back: Callable[[], Awaitable[None]], on_named: Callable[[int, Sequence[Special]], None],
     ) -> None:  # fmt: skip
         self._clock = clock
         self._timers = timers
         self._replicas = replicas
         self._on_ready = on_ready
         self._on_step_back = on_step_back
+        self._on_named = on_named
         self._pending: dict[int, deque[_Pending]] = {}
         self._lock = asyncio.Lock()
         self._next_ms = 0
@@ -76,27 +76,32 @@ class Firing:
         async with self._lock:
             now_ms = self._clock.wall_ms()
             self.swept_at_mono_ms = self._clock.mono_ms()
-            if now_ms + STEP_BACK_MS < self._timers.hand_ms:
+            # NTP slews the clock, which never makes it read less: a hand ahead of it means that it was set back, be it by 1 ms.
+            # A sweep would then give timers up to the hand, which are not due.
+            while now_ms < self._timers.hand_ms:
                 await self._on_step_back()
                 now_ms = self._clock.wall_ms()
             found, more = self._timers.sweep(now_ms)
             commands: list[tuple[int, AnyCommand]] = []
             for due in found:
                 if due.records:
-                    commands += self._fire(due.group, due.lane, due.records, now_ms)
+                    self._put_aside(due.group, due.lane, due.records, now_ms)
                 commands += self._fire_held(due.group, due.held)
+            # All groups with something put aside, not only those swept now: where the clock was set back before the last turn's
+            # Fire got its stamp, that Fire fell short of its batch.
+            commands += [(group, Fire(now_ms)) for group, pending in self._pending.items() if pending]
             if commands:
                 await self._replicas.propose_many(commands, urgent=True).future
+                for due in found:
+                    if due.held:
+                        self._on_named(due.group, due.held)
             return more
 
-    def _fire(self, group: int, lane: int, records: bytes, now_ms: int) -> list[tuple[int, AnyCommand]]:
+    def _put_aside(self, group: int, lane: int, records: bytes, now_ms: int) -> None:
         if self._replicas.watermark_ms(group) >= now_ms:
             self._on_ready(lane, records)  # a create due at once has moved the watermark already
-            return []
-        pending = self._pending.setdefault(group, deque())
-        first = not pending or pending[-1].until_ms < now_ms
-        pending.append(_Pending(now_ms, lane, records))
-        return [(group, Fire(now_ms))] if first else []
+        else:
+            self._pending.setdefault(group, deque()).append(_Pending(now_ms, lane, records))
 
     @staticmethod
     def _fire_held(group: int, held: list[Special]) -> list[tuple[int, AnyCommand]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from wheelsched.core.clock import Clock
 from wheelsched.fairness import PriorityShares, ReadyQueue
+from wheelsched.model import keys
 from wheelsched.model.rows import QueueSettings
 from wheelsched.model.states import Lane
 
@@ -25,7 +26,7 @@ class QueueMemory:
     """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
 
     __slots__ = (
-        "_clock", "_ready", "_ready_max", "_refilled", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
+        "_clock", "_index_prefixes", "_ready", "_ready_max", "_refilled", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
         "reserved", "retrying", "settings", "stale", "tenant", "waiters",
     )  # fmt: skip
 
@@ -44,9 +45,17 @@ class QueueMemory:
         self._refilled = [0] * (2 * PRIORITY_COUNT)  # of the records each ready queue dropped, how many came back
         self._ready_max = ready_max
         self._shares = PriorityShares(self.settings.weights)
+        self._index_prefixes: dict[int, bytes] = {}
         self._clock = clock
         self._tokens = 0.0
         self._tokens_at_ms = clock.mono_ms()
+
+    def index_prefix(self, group: int) -> bytes:
+        """Of the queue's rows in `index`; kept, since every create and end asks for it."""
+        prefix = self._index_prefixes.get(group)
+        if prefix is None:
+            prefix = self._index_prefixes[group] = keys.queue_prefix(group, self.tenant, self.name)
+        return prefix
 
     def set_settings(self, settings: QueueSettings) -> None:
         if settings.weights != self.settings.weights:

@@ -97,17 +97,13 @@ class Context:
 
     def job_row(self, state: JobState) -> bytes:
         """The job row of an unfinished job."""
-        row = self.txn.get(keys.JOBS, keys.job_key(self.group, state.lane, state.fire_at_ms, state.job_id))
-        if row is None:
-            invariant(False, "job_row_of_unfinished_job", job_id=format_job_id(state.job_id), fire_at_ms=state.fire_at_ms)
-            raise AssertionError  # for the type checker
-        return row
+        return self._read_job(state, keys.job_key(self.group, state.lane, state.fire_at_ms, state.job_id))
 
     def drop_job(self, state: JobState) -> None:
         """Delete job and index rows."""
-        group = self.group
-        self.txn.delete(keys.JOBS, keys.job_key(group, state.lane, state.fire_at_ms, state.job_id))
-        self.txn.delete(keys.INDEX, keys.index_key(group, state.tenant, state.queue, state.fire_at_ms, state.job_id))
+        group, txn = self.group, self.txn
+        txn.delete(keys.JOBS, keys.job_key(group, state.lane, state.fire_at_ms, state.job_id))
+        txn.delete(keys.INDEX, keys.index_key(group, state.tenant, state.queue, state.fire_at_ms, state.job_id))
 
     def mark_held(self, before: JobState, after: JobState) -> None:
         """Let the job row tell `after.held`, where that is another than before."""
@@ -121,12 +117,15 @@ class Context:
 
     def finish(self, cause: str, before: JobState, after: JobState, *, error: bytes = b"", result: bytes = b"") -> JobState:
         """Move a job from `jobs` and `index` to `done`; returns the state as stored."""
-        job = self.job_row(before)
-        self.drop_job(before)
+        group, txn = self.group, self.txn
+        job_key = keys.job_key(group, before.lane, before.fire_at_ms, before.job_id)
+        job = self._read_job(before, job_key)
+        txn.delete(keys.JOBS, job_key)
+        txn.delete(keys.INDEX, keys.index_key(group, before.tenant, before.queue, before.fire_at_ms, before.job_id))
         if after.fingerprint:
             after = replace(after, keep_until_ms=max(after.keep_until_ms, after.finished_at_ms + limits.KEEP_KEYED_MS))
-        key = keys.done_key(self.group, after.tenant, after.queue, after.status, after.fire_at_ms, after.job_id)
-        self.txn.put(keys.DONE, key, encode_row(DoneRow(after, job, error, result)))
+        done_key = keys.done_key(group, after.tenant, after.queue, after.status, after.fire_at_ms, after.job_id)
+        txn.put(keys.DONE, done_key, encode_row(DoneRow(after, job, error, result)))
         self.change(cause, before, after)
         return after
 
@@ -154,6 +153,13 @@ class Context:
         """The job as this tenant may see it: another tenant's and a discarded one look like none."""
         state = self.txn.state(job_id)
         return None if state is None or state.tenant != tenant or state.status == DISCARDED else state
+
+    def _read_job(self, state: JobState, key: bytes) -> bytes:
+        row = self.txn.get(keys.JOBS, key)
+        if row is None:
+            invariant(False, "job_row_of_unfinished_job", job_id=format_job_id(state.job_id), fire_at_ms=state.fire_at_ms)
+        assert row is not None
+        return row
 
 
 def not_found(job_id: bytes) -> Reply:

@@ -105,14 +105,15 @@ def _want(wanted: dict[bytes, None], group: int, state: JobState | None) -> None
 
 def _reads_job(command: Any, state: JobState) -> bool:
     """Whether this command, on a job in this state, ends it or moves its row."""
-    kind = type(command)
+    kind, status = type(command), state.status
     if kind is c.Complete or (kind is c.Expire and command.attempt > 0):
-        retries = command.outcome in _FAILED and state.attempt - state.attempt_base < state.max_attempts
-        return state.status == CANCEL_REQUESTED or (state.status == RUNNING and not retries)
+        if status == RUNNING:
+            return command.outcome not in _FAILED or state.attempt - state.attempt_base >= state.max_attempts
+        return status == CANCEL_REQUESTED
     if kind is c.Expire or kind is c.Update:
-        return state.status == SCHEDULED
+        return status == SCHEDULED
     if kind is c.Release:
-        return state.status == CANCEL_REQUESTED
+        return status == CANCEL_REQUESTED
     if kind is c.Cancel:
-        return state.status in (SCHEDULED, RETRYING)
-    return kind is c.RunNow and state.status == SCHEDULED
+        return status in (SCHEDULED, RETRYING)
+    return kind is c.RunNow and status == SCHEDULED

@@ -33,7 +33,7 @@ class Transaction:
         self._states: dict[bytes, JobState | None] = {}
         self._changed: dict[bytes, None] = {}  # job ids in the order of their first write
         self._counts: dict[tuple[str, str], QueueCounts] = {}
-        self._loaded: dict[tuple[str, bytes], bytes | None] = {}
+        self._loaded: dict[str, dict[bytes, bytes | None]] = {}
         self.writes: dict[str, dict[bytes, bytes | None]] = {family: {} for family in keys.STATE_FAMILIES}
         self.ranges: list[tuple[str, bytes, bytes]] = []
 
@@ -42,9 +42,13 @@ class Transaction:
         if job_id not in self._states:
             self._states[job_id] = None if row is None else decode_state(row)
 
+    def preload_state(self, state: JobState) -> None:
+        """Take a state as it was applied last."""
+        self._states.setdefault(state.job_id, state)
+
     def preload_row(self, family: str, key: bytes, value: bytes | None) -> None:
         """Take a row of another family that was read already (None: there is none)."""
-        self._loaded[family, key] = value
+        self._loaded.setdefault(family, {})[key] = value
 
     def get(self, family: str, key: bytes) -> bytes | None:
         rows = self.writes[family]
@@ -52,8 +56,9 @@ class Transaction:
             return rows[key]
         if self.ranges and self._is_cleared(family, key):
             return None
-        if (family, key) in self._loaded:
-            return self._loaded[family, key]
+        loaded = self._loaded.get(family)
+        if loaded is not None and key in loaded:
+            return loaded[key]
         return self._reader.get(family, key)
 
     def put(self, family: str, key: bytes, value: bytes) -> None:

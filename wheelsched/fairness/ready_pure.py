@@ -58,7 +58,7 @@ class ReadyQueue:
             if self._mark is not None and record[:2] >= self._mark:
                 self.dropped += 1
                 continue
-            heapq.heappush(self._heap, record)  # type: ignore[misc]  # the format has four fields
+            heapq.heappush(self._heap, record)
             if len(self._heap) > self.bound:
                 self._spill()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -32,7 +33,7 @@ async def open_node(
     metrics = Metrics(version=__version__)
     opened = store or _open_store(settings, metrics)
     try:
-        node = Node(settings, opened, clock or _open_clock(settings, opened), rng or random.SystemRandom(), metrics)
+        node = Node(settings, opened, clock or _open_clock(settings, opened), rng or random.Random(secrets.randbits(256)), metrics)
         await node.start()
     except BaseException:
         opened.close()

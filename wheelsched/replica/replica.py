@@ -18,8 +18,9 @@ from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX, INBOX_BY
 from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, prefetch_state_keys
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Entry, Fire, decode_entry, encode_entry
-from wheelsched.model.effects import Effect
-from wheelsched.model.rows import GroupState
+from wheelsched.model.effects import Effect, JobChanged
+from wheelsched.model.rows import GroupState, JobState
+from wheelsched.model.states import LEASED
 from wheelsched.replica.proposals import Batch, Proposal, bounded_by, command_bytes, may_be_due
 from wheelsched.store import Store
 from wheelsched.store.raftlog import LogEntry, RaftLog
@@ -66,6 +67,8 @@ class Replicas:
         self._clock = clock
         self._on_effects = on_effects
         self._replicas = {group: Replica(group, log.group_state(group)) for group in groups}
+        # States of leased jobs, as applied: each is asked for again at least once, when its attempt ends. As many as run.
+        self._leased: dict[bytes, JobState] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -267,15 +270,31 @@ class Replicas:
                 break
         self._store.write(puts, ranges)
         for item, replies, effects in done:
+            self._keep_leased(effects)
             self._on_effects(item.replica.group, effects)
             for proposal, reply in zip(item.proposals, replies, strict=False):
                 if proposal.batch is not None:
                     proposal.batch.settle(proposal.position, reply)
         return len(done)
 
+    def _keep_leased(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if type(effect) is JobChanged:
+                after = effect.after
+                if after is not None and after.status in LEASED:
+                    self._leased[after.job_id] = after
+                elif effect.before is not None:
+                    self._leased.pop(effect.before.job_id, None)
+
     def _preload(self, txn: Transaction, entry: Entry) -> None:
         """Read what the entry will ask for in two sorted multigets instead of row by row."""
-        job_ids = prefetch_state_keys(entry)
+        job_ids = []
+        for job_id in prefetch_state_keys(entry):
+            state = self._leased.get(job_id)
+            if state is None:
+                job_ids.append(job_id)
+            else:
+                txn.preload_state(state)
         if len(job_ids) > 1:
             state_keys = [keys.state_key(txn.group, job_id) for job_id in job_ids]
             for job_id, row in zip(job_ids, self._store.multiget(keys.STATE, state_keys), strict=True):

@@ -33,7 +33,7 @@ class RealClock:
         """
         until_ns = mono_ms * _MS_NS
         # uvloop rounds a delay to whole milliseconds and may wake before it is over: look again, and sleep the rest.
-        while (left_ns := until_ns - time.clock_gettime_ns(_MONO_CLOCK)) > 0:
+        while (left_ns := until_ns - time.clock_gettime_ns(_MONO_CLOCK)) > 0:  # noqa: ASYNC110 - time passes, nobody signals it
             await asyncio.sleep(min(left_ns, _SLICE_NS) / 1e9)
 
 

@@ -1,8 +1,8 @@
 """Settings from YAML, environment and command line, later ones first; every fault at once, with its line and the way out.
 
-YAML is read as a tree of texts and each text by the type of its key, with the same reader that environment variables go through. So
-`id: no` is a name and not a boolean, `start: 2026-11-01T00:00:00Z` an instant as written, and a fault knows its line. Tags, anchors
-and merge keys are refused: settings say what they say.
+YAML is read as a tree of texts and each text by the type of its key, with the same reader that environment variables go through.
+So `id: no` is a name and not a boolean, `start: 2026-11-01T00:00:00Z` an instant as written, and a fault knows its line. Tags,
+anchors and merge keys are refused: settings say what they say.
 """
 
 from __future__ import annotations
@@ -177,12 +177,11 @@ def _from_file(path: Path | None, faults: list[Fault]) -> Iterator[_Item]:
 
 
 def _items_of(text: str, file: str, faults: list[Fault]) -> Iterator[_Item]:
-    def fault(node: yaml.Node | yaml.Mark, message: str) -> None:
-        mark = node.start_mark if isinstance(node, yaml.Node) else node
-        faults.append(Fault(f"{file}:{mark.line + 1}", message))
+    def fault(node: yaml.Node, message: str) -> None:
+        faults.append(Fault(f"{file}:{node.start_mark.line + 1}", message))
 
     try:
-        _refuse_extras(text, fault)
+        faults += [Fault(f"{file}:{line}", message) for line, message in _extras_of(text)]
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -201,7 +200,7 @@ def _items_of(text: str, file: str, faults: list[Fault]) -> Iterator[_Item]:
                 if name not in KEYS:
                     fault(item.key, f"{name} is not a setting; {_nearest(name, tuple(KEYS))}")
                 elif not isinstance(item.value, yaml.ScalarNode):
-                    fault(item.value, f"{name} takes one value, not a {item.value.id}")
+                    fault(item.value, f"{name} takes one value, not a {type(item.value).__name__.removesuffix('Node').lower()}")
                 else:
                     yield f"{file}:{item.value.start_mark.line + 1}", name, item.value.value
 
@@ -234,12 +233,15 @@ def _is_empty(node: yaml.Node) -> bool:
     return isinstance(node, yaml.ScalarNode) and node.style is None and node.value in ("", "~", "null")
 
 
-def _refuse_extras(text: str, fault: Callable[[yaml.Mark, str], None]) -> None:
+def _extras_of(text: str) -> Iterator[tuple[int, str]]:
+    """(line, message) of what YAML can do and settings must not."""
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        assert event.start_mark is not None
+        line, tag = event.start_mark.line + 1, getattr(event, "tag", None)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            fault(event.start_mark, "anchors and aliases (& and *) are not allowed here; write the value out")
-        elif getattr(event, "tag", None):
-            fault(event.start_mark, f"the tag {event.tag} is not allowed here; write the plain value")
+            yield line, "anchors and aliases (& and *) are not allowed here; write the value out"
+        elif tag:
+            yield line, f"the tag {tag} is not allowed here; write the plain value"
 
 
 def _from_environment(environment: Mapping[str, str], faults: list[Fault]) -> Iterator[_Item]:
@@ -328,21 +330,28 @@ def _contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
         below = 1 << (groups.bit_length() - 1)
         yield "cluster.group_count", f"cluster.group_count {groups} is not a power of two; take {below} or {below * 2}"
     if settings.auth.mode == "none" and not is_loopback(settings.http.host):
-        yield "http.host", (
-            f"http.host {settings.http.host} is reachable from other machines and auth.mode is none; "
-            "listen on 127.0.0.1 and put a proxy that authenticates in front"
+        yield (
+            "http.host",
+            (
+                f"http.host {settings.http.host} is reachable from other machines and auth.mode is none; "
+                "listen on 127.0.0.1 and put a proxy that authenticates in front"
+            ),
         )
     store = settings.store
     if store.free_bytes_stop > store.free_bytes_min:
-        yield "store.free_bytes_stop", (
-            f"store.free_bytes_stop {store.free_bytes_stop:,} is above store.free_bytes_min {store.free_bytes_min:,}; "
-            "the node would stop before it refuses new jobs"
+        yield (
+            "store.free_bytes_stop",
+            (
+                f"store.free_bytes_stop {store.free_bytes_stop:,} is above store.free_bytes_min {store.free_bytes_min:,}; "
+                "the node would stop before it refuses new jobs"
+            ),
         )
     if settings.clock.start and settings.clock.kind != "virtual":
         yield "clock.start", "clock.start is for a virtual clock; set clock.kind to virtual or remove it"
     if settings.clock.start and parse_instant_ms(settings.clock.start) is None:
-        yield "clock.start", (
-            f"clock.start {settings.clock.start!r} is not an RFC 3339 instant with an offset, like 2026-11-01T07:00:00Z"
+        yield (
+            "clock.start",
+            (f"clock.start {settings.clock.start!r} is not an RFC 3339 instant with an offset, like 2026-11-01T07:00:00Z"),
         )
 
 

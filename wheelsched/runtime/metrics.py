@@ -1,8 +1,8 @@
 """What a node counts, and how Prometheus reads it.
 
-The hot path adds to plain integers and lists; a collector turns them into Prometheus' families when somebody scrapes. (`observe` of
-prometheus-client takes a lock and several microseconds, per job more than firing it costs; a bisect and two additions take 0.2 µs.)
-Everything is touched on the event loop's thread; `fsync` alone is observed by a store thread, and is the only one to do so.
+The hot path adds to plain integers and lists; a collector turns them into Prometheus' families when somebody scrapes.
+(`observe` of prometheus-client takes a lock and several microseconds, per job more than firing it costs; a bisect and two
+additions take 0.2 µs.) So there is no lock, and everything is touched on the event loop's thread alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Histogram:
         return sum(self.counts)
 
     def quantile(self, q: float) -> float | None:
-        """The upper bound of the bucket that holds the quantile (infinity in the last); None where nothing was observed. O(buckets)."""
+        """The upper bound of the bucket that holds the quantile (infinity in the last); None of nothing. O(buckets)."""
         left = q * self.count
         if not self.count:
             return None
@@ -156,7 +156,7 @@ class Gauges:
 
 @dataclass(slots=True)
 class Metrics:
-    """Add to it anywhere (`metrics.jobs_created += 1`, `metrics.lateness.observe(Lane.PRECISE, 0.004)`), render it at /metrics."""
+    """Add to it anywhere (`metrics.jobs_created += 1`, `metrics.lateness.observe(lane, 0.004)`), render it at /metrics."""
 
     version: str = "unknown"
     native: bool = NATIVE
@@ -271,7 +271,9 @@ class _Families:
         depths = GaugeMetricFamily(PREFIX + "queue_depth", "Unfinished jobs, by status.", labels=("queue", "status"))
         for (label, status), count in depth.items():
             depths.add_metric((label, status.name), count)
-        ages = GaugeMetricFamily(PREFIX + "queue_oldest_age_seconds", "Age of the oldest job that waits for a worker.", labels=("queue",))
+        ages = GaugeMetricFamily(
+            PREFIX + "queue_oldest_age_seconds", "Age of the oldest job that waits for a worker.", labels=("queue",)
+        )
         for label, seconds in age.items():
             ages.add_metric((label,), seconds)
         letters = GaugeMetricFamily(PREFIX + "dead_letters", "DEAD jobs kept.", labels=("queue",))

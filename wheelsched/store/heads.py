@@ -2,7 +2,9 @@
 
 A seek runs over every deleted row before the first live one: 2 ms after 10,000 of them, 215 ms after a million, 3 µs from the
 right start (LIMITS.md 5). So after some 10,000 deletions under a prefix the first live row is looked up once, from the last
-known bound, and what lies before it is deleted as one range. Memory only: a replica that restarts begins at the prefix again.
+known bound, and what lies before it is deleted as one range. The bound serves this process: in a memtable a range delete does
+not spare a seek the rows it covers (20 ms from the prefix after 200,000, 8 µs from the bound). The range serves the next
+process, which knows no bound: a restart flushes memtables, and in files the range is skipped as one (12 µs against 18 ms).
 """
 
 from __future__ import annotations

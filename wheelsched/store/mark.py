@@ -4,7 +4,7 @@ RocksDB accepts a broken end of the last WAL file, for it cannot know what was s
 in its last 32 KiB looks like such an end, and a deleted WAL file like none at all: both opened silently without synced rows. So
 after each fsync the sequence number it covered is written to `db/SYNCED`, and a database that opens below it is refused.
 
-The mark itself is not synced before a clean close. It is written after the fsync it tells of, so it can be old (after a power
+The mark itself is never synced. It is written after the fsync it tells of, so it can be old (after a power
 cut by some 30 s, the time the kernel takes to write back a page), never ahead; after a crash of the process it is exact.
 """
 
@@ -39,5 +39,4 @@ class SyncedMark:
         os.pwrite(self._file, _MARK.pack(sequence, crc32(sequence.to_bytes(8, "big"))), 0)
 
     def close(self) -> None:
-        os.fsync(self._file)
         os.close(self._file)

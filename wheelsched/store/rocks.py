@@ -6,7 +6,7 @@ Costs (LIMITS.md 4 and 5): `write` 1.2 to 2 µs a row operation, **holding the G
 What rocksdict 0.3.29 does that one would not expect (tests/unit/test_store_rocksdict.py holds it to that):
 - `ReadOptions.set_iterate_lower_bound` sets the **upper** bound. Lower bounds are kept by seeking and comparing.
 - A range delete whose end lies below its start is refused only after it has reached the WAL, and then the database never opens
-  again. Ranges are checked before they get near a batch.
+  again (in the recovery mode used here). Ranges are checked before they get near a batch.
 - `close()` leaves the database open, and locked, while an iterator or column family lives. `close` below drops them all.
 - `items()` has no way to tell a read error from the end; `RdictIter.status()` has. Only the latter is used.
 """
@@ -247,7 +247,7 @@ class RocksStore:
         if found < synced:
             path = self._directory.db_path
             raise StoreCorrupt(
-                f"{path} ends at sequence number {found}, but {synced} was synced: the end of its WAL ({_wal_files(path)}) is lost."
+                f"{path} ends at sequence number {found}, but {synced} was synced: the end of its WAL is lost."
                 f" {_REMEDY.format(path.parent)}"
             )
 

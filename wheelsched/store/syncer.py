@@ -27,8 +27,8 @@ class Syncer:
         self._started_at = 0.0  # of the flush under way; 0: none
         self.count = 0
         self.recent_ms: deque[float] = deque(maxlen=SYNCS_REMEMBERED)
-        # Not a daemon: at exit a pending fsync is waited for.
-        self._thread = threading.Thread(target=self._run, name="store sync")
+        # A daemon, so that a process which dies of an error before `close` does die.
+        self._thread = threading.Thread(target=self._run, name="store sync", daemon=True)
         self._thread.start()
 
     async def sync(self) -> None:

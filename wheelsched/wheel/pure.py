@@ -47,6 +47,14 @@ class TimingWheel:
     """A wheel whose hand stands at `now_ms` (UTC milliseconds, >= 0; ValueError below)."""
 
     def __init__(self, now_ms: int) -> None:
+        # `tick` is what the slots are filed against: never above hand + 1, and nothing in the slots is below it.
+        self._hand = self._tick = 0
+        self._levels: list[dict[int, Slot]] = []
+        self._cascading = 0  # level of the slot whose cascade has begun and not ended; 0: none
+        self._entering = 0  # start of that slot's window
+        self._overdue: list[tuple[int, int, int, int, int]] = []  # heap of at_ms, order of adding, id_low, version, word
+        self._order = 0
+        self._count = 0
         self.clear(now_ms)
 
     @property
@@ -113,13 +121,10 @@ class TimingWheel:
         """Forget every timer and set the hand to `now_ms`, which may lie before it."""
         if not 0 <= now_ms < 1 << 63:
             raise ValueError(f"now_ms {now_ms} is not in 0..{(1 << 63) - 1}")
-        # `tick` is what the slots are filed against: never above hand + 1, and nothing in the slots is below it.
         self._hand = self._tick = now_ms
-        self._levels: list[dict[int, Slot]] = [{} for _ in range(FAR + 1)]
-        self._cascading = 0  # level of the slot whose cascade has begun and not ended; 0: none
-        self._entering = 0  # start of that slot's window
-        self._overdue: list[tuple[int, int, int, int, int]] = []  # heap of at_ms, order of adding, id_low, version, word
-        self._order = 0
+        self._levels = [{} for _ in range(FAR + 1)]
+        self._cascading = 0
+        self._overdue = []
         self._count = 0
 
     def run(self, now_ms: int, due_max: int, budget: int) -> tuple[bytes, int]:

@@ -1,0 +1,178 @@
+"""Every call: one row each, for the dispatcher and for the document."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from wheelsched.api import admin, attempts, claims, jobs, queues, schemas
+from wheelsched.api.request import Request, Response
+from wheelsched.core import limits
+
+if TYPE_CHECKING:
+    from wheelsched.api.app import Api
+
+Handler = Callable[["Api", Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A query parameter. `repeats`: may be given more than once."""
+
+    name: str
+    schema: dict[str, Any]
+    doc: str
+    repeats: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """`answers` maps statuses to models, `errors` are the statuses of problems beyond those any call may have.
+
+    `strict` False: a probe, which answers whatever it is asked with, query and Accept unread.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    tag: str
+    body: type | None = None
+    body_optional: bool = False
+    answers: dict[int, type | None]
+    errors: tuple[int, ...] = ()
+    query: tuple[Param, ...] = ()
+    headers: tuple[Param, ...] = ()
+    body_bytes_max: int = limits.REQUEST_BYTES_MAX
+    strict: bool = True
+    # End of file while it is answered means that the client hung up, and cancels it.
+    is_poll: bool = False
+    plain: bool = False
+
+    @property
+    def operation_id(self) -> str:
+        return f"{self.tag}_{self.handler.__name__}"
+
+
+_STRING: Final = {"type": "string"}
+_NAME: Final = {"type": "string", "pattern": schemas.NAME_PATTERN}
+_INSTANT: Final = {"type": "string", "format": "date-time"}
+_PAGING: Final = (
+    Param("limit", {"type": "integer", "minimum": 1, "maximum": limits.PAGE_MAX, "default": limits.PAGE_DEFAULT}, "Items a page."),
+    Param("cursor", _STRING, "Where to go on: `next_cursor` of the page before."),
+)
+_JOB_FILTER: Final = (
+    Param("queue", _NAME, "Jobs of this queue."),
+    Param(
+        "status", {"type": "array", "items": {"enum": list(get_args(schemas.StatusName))}}, "Jobs seen in one of these.", True
+    ),
+    Param("label", {"type": "array", "items": {"type": "string", "pattern": "^[^:]+:"}}, "Jobs with all of these, each name:value.", True),
+    Param("schedule", _NAME, "Runs of this schedule."),
+    Param("from", _INSTANT, "`fire_at` at or after this instant."),
+    Param("to", _INSTANT, "`fire_at` before this instant."),
+)
+_KEY: Final = Param("Idempotency-Key", {"type": "string", "pattern": "^[!-~]{1,255}$"}, "The same key and body answer with the same job.")
+_IF_MATCH: Final = Param("If-Match", _STRING, 'Change only the version that this `ETag` names: `"v3"`.')
+
+ROUTES: Final = (
+    Route(method="POST", path="/v1/jobs", handler=jobs.create, tag="jobs", summary="Create a job.",
+          body=schemas.JobCreate, answers={201: schemas.Job, 200: schemas.Job}, errors=(409, 413, 415, 422, 429),
+          headers=(_KEY,)),
+    Route(method="GET", path="/v1/jobs", handler=jobs.list_jobs, tag="jobs", summary="List jobs, newest fire_at last.",
+          answers={200: schemas.JobPage}, query=_JOB_FILTER + _PAGING),
+    Route(method="POST", path="/v1/jobs:batch", handler=jobs.create_batch, tag="jobs",
+          summary="Create up to 1,000 jobs; each has its own result.", body=schemas.JobBatch, answers={200: schemas.JobResults},
+          errors=(413, 415, 429), body_bytes_max=limits.BATCH_BYTES_MAX),
+    Route(method="GET", path="/v1/jobs/{job_id}", handler=jobs.get, tag="jobs", summary="Read a job.",
+          answers={200: schemas.Job}, errors=(404,)),
+    Route(method="PATCH", path="/v1/jobs/{job_id}", handler=jobs.patch, tag="jobs", summary="Change a job that is SCHEDULED.",
+          body=schemas.JobPatch, answers={200: schemas.Job}, errors=(404, 409, 412, 413, 415), headers=(_IF_MATCH,)),
+    Route(method="DELETE", path="/v1/jobs/{job_id}", handler=jobs.delete, tag="jobs", summary="Cancel a job.",
+          answers={200: schemas.Job, 202: schemas.Job}, errors=(404, 409)),
+    Route(method="GET", path="/v1/jobs/{job_id}/attempts", handler=jobs.attempts, tag="jobs", summary="Attempts of a job.",
+          answers={200: schemas.Attempts}, errors=(404,)),
+    Route(method="GET", path="/v1/jobs/{job_id}/events", handler=jobs.events, tag="jobs", summary="Every transition of a job.",
+          answers={200: schemas.Events}, errors=(404,)),
+    Route(method="POST", path="/v1/jobs/{job_id}:run", handler=jobs.run, tag="jobs", summary="Fire a waiting job now.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Job}, errors=(404, 409, 415)),
+    Route(method="POST", path="/v1/jobs/{job_id}:redrive", handler=jobs.redrive, tag="jobs", summary="Run a DEAD job again.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Job}, errors=(404, 409, 415)),
+    Route(method="POST", path="/v1/jobs/{job_id}:discard", handler=jobs.discard, tag="jobs", summary="Forget a DEAD job.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Discarded}, errors=(404, 409, 415)),
+    Route(method="GET", path="/v1/queues", handler=queues.list_queues, tag="queues", summary="List queues by name.",
+          answers={200: schemas.QueuePage}, query=_PAGING),
+    Route(method="GET", path="/v1/queues/{queue}", handler=queues.get, tag="queues", summary="Depth, lateness and settings of a queue.",
+          answers={200: schemas.Queue}, errors=(404,)),
+    Route(method="PUT", path="/v1/queues/{queue}", handler=queues.put, tag="queues", summary="Replace a queue's settings.",
+          body=schemas.QueuePut, answers={200: schemas.Queue}, errors=(413, 415)),
+    Route(method="POST", path="/v1/queues/{queue}:pause", handler=queues.pause, tag="queues", summary="Stop claims of a queue.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Queue}, errors=(415,)),
+    Route(method="POST", path="/v1/queues/{queue}:resume", handler=queues.resume, tag="queues", summary="Let claims go on.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Queue}, errors=(415,)),
+    Route(method="GET", path="/v1/queues/{queue}/dead-letters", handler=queues.dead_letters, tag="queues",
+          summary="DEAD jobs of a queue with their last error.", answers={200: schemas.JobPage}, errors=(404,), query=_PAGING),
+    Route(method="POST", path="/v1/queues/{queue}/dead-letters:redrive", handler=queues.redrive, tag="queues",
+          summary="Run dead letters again.", body=schemas.DeadRedrive, answers={200: schemas.Redriven}, errors=(413, 415)),
+    Route(method="POST", path="/v1/queues/{queue}/dead-letters:discard", handler=queues.discard, tag="queues",
+          summary="Forget dead letters.", body=schemas.DeadSelection, answers={200: schemas.Discarded}, errors=(413, 415)),
+    Route(method="POST", path="/v1/queues/{queue}:claim", handler=claims.claim_queue, tag="claims", summary="Claim jobs of a queue.",
+          body=schemas.ClaimRequest, body_optional=True, answers={200: schemas.Claimed}, errors=(413, 415), is_poll=True),
+    Route(method="POST", path="/v1/claims", handler=claims.claim_queues, tag="claims",
+          summary="Claim jobs of several queues, in the order of preference.",
+          body=schemas.ClaimMany, answers={200: schemas.Claimed}, errors=(413, 415), is_poll=True),
+    Route(method="POST", path="/v1/attempts/{lease_token}:heartbeat", handler=attempts.heartbeat, tag="attempts",
+          summary="Extend a lease.", body=schemas.Heartbeat, body_optional=True, answers={200: schemas.HeartbeatInfo},
+          errors=(409, 413, 415)),
+    Route(method="POST", path="/v1/attempts/{lease_token}:complete", handler=attempts.complete, tag="attempts",
+          summary="End an attempt.", body=schemas.Completion, answers={200: schemas.CompletionInfo}, errors=(409, 413, 415)),
+    Route(method="POST", path="/v1/attempts/{lease_token}:release", handler=attempts.release, tag="attempts",
+          summary="Give a job back, the attempt not counted.", body=schemas.Nothing, body_optional=True,
+          answers={200: schemas.ReleaseInfo}, errors=(409, 415)),
+    Route(method="POST", path="/v1/attempts:heartbeat", handler=attempts.heartbeat_batch, tag="attempts",
+          summary="Extend up to 1,000 leases.", body=schemas.HeartbeatBatch, answers={200: schemas.HeartbeatResults},
+          errors=(413, 415), body_bytes_max=limits.BATCH_BYTES_MAX),
+    Route(method="POST", path="/v1/attempts:complete", handler=attempts.complete_batch, tag="attempts",
+          summary="End up to 1,000 attempts.", body=schemas.CompletionBatch, answers={200: schemas.CompletionResults},
+          errors=(413, 415), body_bytes_max=limits.BATCH_BYTES_MAX),
+    Route(method="GET", path="/v1/clock", handler=admin.clock, tag="clock", summary="The virtual clock's now.",
+          answers={200: schemas.ClockInfo}, errors=(404,)),
+    Route(method="POST", path="/v1/clock:advance", handler=admin.advance, tag="clock", summary="Let virtual time pass.",
+          body=schemas.ClockAdvance, answers={200: schemas.ClockInfo}, errors=(404, 413, 415)),
+    Route(method="GET", path="/livez", handler=admin.livez, tag="node", summary="The loop turns.",
+          answers={200: schemas.Alive}, strict=False),
+    Route(method="GET", path="/readyz", handler=admin.readyz, tag="node", summary="Ready to serve, or why not.",
+          answers={200: schemas.Ready, 503: schemas.Ready}, strict=False),
+    Route(method="GET", path="/status", handler=admin.status, tag="node", summary="All of it as JSON.", answers={200: None}),
+    Route(method="GET", path="/metrics", handler=admin.metrics, tag="node", summary="Metrics for Prometheus.",
+          answers={200: None}, strict=False, plain=True),
+    Route(method="GET", path="/openapi.json", handler=admin.openapi, tag="node", summary="This document.", answers={200: None}),
+)  # fmt: skip
+
+
+def _key(path: str) -> str:
+    """The path with `*` for what varies."""
+    start = path.find("{")
+    return path if start < 0 else path[:start] + "*" + path[path.index("}") + 1 :]
+
+
+_BY_PATH: Final[dict[str, dict[str, tuple[int, Route]]]] = {}
+for _index, _route in enumerate(ROUTES):
+    _BY_PATH.setdefault(_key(_route.path), {})[_route.method] = (_index, _route)
+_FIXED: Final = {path: methods for path, methods in _BY_PATH.items() if "*" not in path}
+
+
+def find(path: str) -> tuple[dict[str, tuple[int, Route]] | None, str]:
+    """(routes of the path by method, the still encoded name in it). A verb follows the last colon, so a name may hold none."""
+    methods = _FIXED.get(path)
+    if methods is not None:
+        return methods, ""
+    parts = path.split("/")
+    if len(parts) == 4:
+        name, colon, verb = parts[3].rpartition(":")
+        if colon:
+            return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*:{verb}"), name
+        return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*"), parts[3]
+    if len(parts) == 5:
+        return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*/{parts[4]}"), parts[3]
+    return None, ""
