@@ -12,7 +12,7 @@ PYTHON3 ?= python3
 BUILD_INPUTS := pyproject.toml $(wildcard setup.py native/*.pyx native/*.pxd)
 TESTS := $(wildcard tests/unit tests/contract tests/sim tests/e2e)
 # What has a compiled twin is tested once more without it.
-PURE_TESTS := $(wildcard tests/unit/test_wheel*.py tests/unit/test_fairness*.py tests/unit/test_dispatch*.py tests/contract/test_wheel*.py)
+PURE_TESTS := $(wildcard tests/unit/test_wheel*.py tests/unit/test_ready*.py tests/unit/test_fairness*.py tests/unit/test_dispatch*.py tests/contract/test_wheel*.py)
 
 .PHONY: setup test demo bench lint clean
 

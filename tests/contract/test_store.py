@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from wheelsched.core.settings import StoreSettings
 from wheelsched.model.keys import FAMILIES, INDEX, JOBS, STATE
 from wheelsched.store import StoreFailed
+from wheelsched.store.failure import Failure
 from wheelsched.store.memory import MemoryStore
 from wheelsched.store.rocks import RocksStore
 
@@ -292,6 +293,13 @@ async def test_a_failed_write_is_fatal_once_and_nothing_is_synced_after_it(
     with pytest.raises(StoreFailed):
         await store.sync()
     assert len(fatal) == 1 and everything(store) == {}
+
+
+def test_only_the_first_of_two_failures_is_fatal(fatal: list[str]) -> None:
+    """As when a write fails while an fsync is failing on its thread."""
+    failure = Failure(fatal.append)  # type: ignore[arg-type]
+    failures = [failure.fail("write", OSError("first")), failure.fail("sync", OSError("second"))]
+    assert len(fatal) == 1 and [str(seen) for seen in failures] == fatal * 2
 
 
 async def test_a_closed_store_refuses_everything(store: AnyStore) -> None:

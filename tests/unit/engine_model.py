@@ -141,7 +141,7 @@ class ModelGroup:
         elif outcome is Outcome.FATAL_FAILURE or failures >= MAX_ATTEMPTS:
             self.end(job, S.DEAD)
         else:
-            backoff = int(Fraction(jitter, 2**32) * min(MAX_MS, INITIAL_MS * 2 ** (failures - 1)))
+            backoff = int(Fraction(jitter, 2**32) * min(MAX_MS, INITIAL_MS * 2 ** (job.attempt - 1)))
             self.place(job, S.RETRYING, self.stamp + (retry_after if retry_after >= 0 else backoff))
         return ""
 

@@ -1,7 +1,7 @@
 """Just enough of the HTTP contract for the SDK's tests: jobs, claims, attempts, on loopback, in a thread of its own.
 
-A test blocks its worker's loop and its worker's heartbeats at will, so the server shares neither with it. Every change notifies one
-condition: tests wait for what they are about (`wait`), never for time. Faults are scripted by path (`script`).
+A test blocks its worker's loop and its worker's heartbeats at will, so the server shares neither with it. Every change notifies
+one condition: tests wait for what they are about (`wait`), never for time. Faults are scripted by path (`script`).
 """
 
 from __future__ import annotations

@@ -254,12 +254,13 @@ def test_only_a_scheduled_job_can_be_changed(group: EngineGroup) -> None:
     assert group.effects == []
 
 
-def test_a_redriven_job_is_past_scheduled_for_an_update(group: EngineGroup) -> None:
+def test_a_redriven_job_that_waits_can_be_changed_and_keeps_its_key(group: EngineGroup) -> None:
     dead = group.dead()
     again = must(group.do(Redrive(dead.job_id, "acme", MINUTE_MS)))
     assert group.seen(again) is Status.SCHEDULED
-    reply = group.do(patch(again, priority=0))
-    assert reply.refusal == "job-not-scheduled" and "was started before" in reply.detail
+    moved = must(group.do(patch(again, delay_ms=2 * MINUTE_MS)))
+    assert moved.fire_at_ms == NOW_MS + 2 * MINUTE_MS
+    assert moved.key_at_ms == again.key_at_ms, "the idempotency key keeps the instant of the first run"
 
 
 # Cancel

@@ -205,7 +205,7 @@ def test_each_job_of_a_batch_has_its_own_outcome(server: FakeServer) -> None:
 
     @app.task("mail")
     async def work(job: Job) -> Any:
-        while not gate.is_set():
+        while not gate.is_set():  # noqa: ASYNC110 - another thread sets it
             await asyncio.sleep(0.005)
         if job.payload == 3:
             raise ValueError("the fourth")
@@ -244,7 +244,7 @@ def test_a_handler_that_blocks_the_loop_keeps_its_lease(server: FakeServer) -> N
 
     @app.task("mail")
     async def block(job: Job) -> str:
-        time.sleep(SHORT_LEASE_S * 2.5)
+        time.sleep(SHORT_LEASE_S * 2.5)  # noqa: ASYNC251 - it is what the test is about
         return "still mine"
 
     job = server.add("mail")
@@ -330,7 +330,7 @@ def test_a_blocked_loop_does_not_report_what_it_no_longer_owns(server: FakeServe
         started.set()
         until_s = time.monotonic() + WAIT_S
         while not job.lease_lost and time.monotonic() < until_s:
-            time.sleep(0.005)
+            time.sleep(0.005)  # noqa: ASYNC251 - it is what the test is about
         seen.append(job.lease_lost)
         return "too late"
 
@@ -390,7 +390,7 @@ def test_progress_is_shown_while_the_attempt_runs(server: FakeServer) -> None:
     @app.task("async")
     async def work(job: Job) -> None:
         await job.progress({"done": 2**64})
-        while not shown.is_set():
+        while not shown.is_set():  # noqa: ASYNC110 - another thread sets it
             await asyncio.sleep(0.005)
         with pytest.raises(ValueError):
             job.progress("x" * 5_000)

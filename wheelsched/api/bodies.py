@@ -293,16 +293,18 @@ def explain(message: str, body: bytes) -> Fault:
     if rest.startswith(", got"):
         kinds = " or ".join(_WORDS.get(word, word) for word in kind.split(" | "))
         return _fault(steps, f"{place} {_shown(value)} is {_WORDS.get(rest.split('`')[1], 'something else')}; it has to be {kinds}")
-    return _fault(steps, f"{place} {_shown(value)} is out of its bounds: {_bound(kind, rest)}{_way_out(steps)}")
+    return _fault(steps, f"{place} {_bound(kind, rest, value)}{_way_out(steps)}")
 
 
-def _bound(kind: str, rest: str) -> str:
-    noun = {"str": "length ", "array": "number of items "}.get(kind, "")
-    rest = rest.strip().removeprefix("of length").removeprefix("with length").strip()
-    words = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
-    sign, _, number = rest.partition(" ")
+def _bound(kind: str, rest: str, value: Any) -> str:
+    """`50000 is above 43200`, `has 1001 items, above 1000`."""
+    sign, number = re.findall(r"(>=|<=|>|<) ([-0-9.e+]+)", rest)[0]
     number = number.removesuffix(".0")
-    return f"{noun}{words.get(sign, sign)} {number}".strip()
+    word = {">=": "below", "<=": "above", ">": "not above", "<": "not below"}[sign]
+    if kind in ("int", "float") or value is _MISSING:
+        return f"{_shown(value)} is {word} {number}"
+    noun = {"str": "characters", "array": "items"}.get(kind, "members")
+    return f"has {len(value)} {noun}, {word} {number}"
 
 
 def _parsed(body: bytes) -> Any:

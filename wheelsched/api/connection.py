@@ -12,6 +12,7 @@ import contextlib
 from collections import deque
 from email.utils import formatdate
 from http import HTTPStatus
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import structlog
@@ -156,6 +157,11 @@ class Connection(BaseProtocol):
             self.task.cancel()
         self._server.on_lost(self)
 
+    def resume_reading(self, resume_parser: bool = True) -> None:
+        # The stream calls this after every read; only a pause leaves anything to do, and the parser need not be asked.
+        if self._reading_paused:
+            super().resume_reading(resume_parser)
+
     # --- called by the server ---------------------------------------------------------------------------------------------------
 
     @property
@@ -237,7 +243,8 @@ class Connection(BaseProtocol):
             waiter.set_result(None)
 
     async def _answer(self, message: RawRequestMessage) -> tuple[Response, str]:
-        size = sum(len(name) + len(value) + 4 for name, value in message.raw_headers)
+        # Each line as received: a name, a colon and a space, a value, CRLF.
+        size = sum(map(len, chain.from_iterable(message.raw_headers))) + 4 * len(message.raw_headers)
         if size > limits.HEADER_BYTES_MAX:
             self._closing = True
             return self._api.unreadable(PayloadTooLarge(f"the headers have {size} bytes, above {limits.HEADER_BYTES_MAX}"))

@@ -53,7 +53,7 @@ _DEADLINE_S: Final = 70.0
 @click.option("--keep", is_flag=True, help="Keep the node's data afterwards.")
 @json_option
 def demo(output: Output, output_dir: Path, keep: bool) -> int:
-    """See it work: jobs, workers, a kill -9 in the middle, and nothing lost. Takes a little over a minute.
+    """See it work: jobs, workers, a kill -9 in the middle, and nothing lost. Takes a minute.
 
     \b
     Example:

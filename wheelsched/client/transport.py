@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import socket
 import struct
@@ -25,6 +26,7 @@ from wheelsched.core.errors import BY_CODE, OutcomeUnknown, QuotaExceeded, Unava
 # A wait the server asks for beyond this is the caller's to plan: the error says how long (`retry_after_s`).
 RETRY_AFTER_S_MAX: Final = 30.0
 CONNECT_S_MAX: Final = 5.0
+_STREAMED_BYTES_MIN: Final = 256 * 1024
 
 # What a proxy in front of a node answers without a problem document.
 _CODE_BY_STATUS: Final = {429: QuotaExceeded.code, 502: OutcomeUnknown.code, 503: Unavailable.code, 504: OutcomeUnknown.code}
@@ -186,10 +188,12 @@ class Transport:
         sent_headers = dict(headers or ())
         if body is not None:
             sent_headers["Content-Type"] = "application/json"
+        # aiohttp writes bytes in one piece, and streams a file: a batch of 32 MiB is not to hold up the loop.
+        data = io.BytesIO(body) if body is not None and len(body) > _STREAMED_BYTES_MIN else body
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(timeout_s, CONNECT_S_MAX))
         try:
             async with session.request(
-                method, URL(url, encoded=True), data=body, headers=sent_headers, timeout=timeout, allow_redirects=False
+                method, URL(url, encoded=True), data=data, headers=sent_headers, timeout=timeout, allow_redirects=False
             ) as response:
                 content = await response.read()
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -195,17 +195,30 @@ class Claims:
             for queue, of_group in jobs:
                 for found in of_group:
                     queue.put_back(found.lane, TIMER.unpack(found.record)[3] >> 3 & 3, found.record)
+            self._serve_all(reserved)
             raise
         try:
             replies = await asyncio.shield(batch.future)
         except asyncio.CancelledError:  # it is in the log: undo through the log
-            batch.future.add_done_callback(lambda future: self._undo(jobs, future))
+            batch.future.add_done_callback(lambda future: self._undo(reserved, jobs, future))
             raise
-        return self._hand_over(jobs, replies)
+        handed = self._hand_over(jobs, replies)
+        self._serve_all(reserved)
+        return handed
 
-    def _undo(self, jobs: list[tuple[QueueMemory, list[_Found]]], future: asyncio.Future[list[Reply]]) -> None:
+    def _undo(
+        self, reserved: list[tuple[QueueMemory, Taken]], jobs: list[tuple[QueueMemory, list[_Found]]],
+        future: asyncio.Future[list[Reply]],
+    ) -> None:  # fmt: skip
         if not future.cancelled() and future.exception() is None:
-            self.release([handed.state for handed in self._hand_over(jobs, future.result())])
+            handed = self._hand_over(jobs, future.result())
+            self._serve_all(reserved)
+            self.release([job.state for job in handed])
+
+    def _serve_all(self, reserved: list[tuple[QueueMemory, Taken]]) -> None:
+        """What was reserved and is not leased left room under caps: somebody else may wait for it."""
+        for queue, _ in reserved:
+            self.serve(queue)
 
     def _hand_over(self, jobs: list[tuple[QueueMemory, list[_Found]]], replies: Sequence[Reply]) -> list[ClaimedJob]:
         """What was claimed: queues in order of preference, precise first, then by priority and fire_at."""
@@ -215,7 +228,7 @@ class Claims:
             rank = preference.setdefault(queue, len(preference))
             for found, state in zip(of_group, reply.states, strict=True):
                 if state is None:
-                    self._stale(queue, found.record)
+                    queue.drop_reserved()  # the job moved on between becoming ready and its claim
                     continue
                 spec, payload = split_job(found.row)
                 self._on_started(state)
@@ -239,17 +252,10 @@ class Claims:
         for seek, version, lane, record in wanted:
             row = cursor.seek(seek)
             if row is None or not row[0].startswith(seek):
-                self._stale(queue, record)
+                queue.drop_reserved()
                 continue
             found.append(_Found(keys.parse_job_key(row[0])[3], version, lane, record, row[1]))
         return found
-
-    @staticmethod
-    def _stale(queue: QueueMemory, record: bytes) -> None:
-        """The job moved on between becoming ready and its claim."""
-        queue.reserved -= 1
-        priority = TIMER.unpack(record)[3] >> 3 & 3
-        queue.stale[priority] = max(queue.stale[priority] - 1, 0)
 
     def release(self, states: Sequence[JobState]) -> Batch | None:
         """Leases that reached nobody go back to their queues, the attempts not counted."""

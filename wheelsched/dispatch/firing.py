@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from wheelsched.core.clock import Clock
+from wheelsched.dispatch.queues import RECORD_BYTES
 from wheelsched.dispatch.timers import Special, Timers
 from wheelsched.dispatch.waking import Waking
 from wheelsched.model.commands import AnyCommand, Fire
 from wheelsched.replica import Replicas
 
+_RECORD_START = struct.Struct("<qQI")  # fire_at, random half of the id, version: a record but for its word
 HELD_MAX = 100  # held jobs named by one command
 IDLE_MS = 1_000
 
@@ -62,6 +65,21 @@ class Firing:
         """Drop swept batches: the rows will be read again."""
         self._pending.clear()
 
+    def withdraw(self, group: int, lane: int, fire_at_ms: int, low: int, version: int) -> None:
+        """A job moved on after it was swept and before the Fire: take its record out of the batch."""
+        pending = self._pending.get(group)
+        if not pending:
+            return
+        start = _RECORD_START.pack(fire_at_ms, low, version)
+        for place, batch in enumerate(pending):
+            position = batch.records.find(start) if batch.lane == lane else -1
+            while position % RECORD_BYTES and position > 0:
+                position = batch.records.find(start, position + 1)
+            if position >= 0:
+                left = batch.records[:position] + batch.records[position + RECORD_BYTES :]
+                pending[place] = batch._replace(records=left)
+                return
+
     def lag_ms(self) -> int:
         """How far firing is behind the clock: the age of the oldest timer that is due and still in the wheel."""
         deadline_ms = self._timers.next_deadline_ms()
@@ -69,7 +87,7 @@ class Firing:
 
     @property
     def pending_count(self) -> int:
-        return sum(len(batch.records) // 24 for batches in self._pending.values() for batch in batches)
+        return sum(len(batch.records) // RECORD_BYTES for batches in self._pending.values() for batch in batches)
 
     async def turn(self) -> bool:
         """Fire everything due now; True if there is more than one sweep's worth."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 from wheelsched.core.clock import Clock
@@ -13,14 +14,18 @@ from wheelsched.model.commands import Purge
 from wheelsched.model.rows import decode_done
 from wheelsched.model.states import FINAL, Status
 from wheelsched.replica import Replicas
-from wheelsched.store import Store
+from wheelsched.store import Rows, Store
 
 SLICE_JOBS = 100
+EARLY_SLICES = 4
 _PURGED = sorted((*FINAL, Status.DISCARDED))
 
 
 class Purging:
-    """One sweep looks at the head of each (group, queue, status) range; rows lie in order of fire_at, which is never after the end."""
+    """One sweep looks at the head of each (group, queue, status) range; rows lie in order of fire_at, which is never after the end.
+
+    But for jobs cancelled before their time: what is left of those beyond the head is gone through a few slices a sweep, from where
+    the last sweep came to."""
 
     def __init__(
         self, queues: Queues, store: Store, replicas: Replicas, clock: Clock, *, group_count: int, interval_s: float
@@ -33,6 +38,7 @@ class Purging:
         self._interval_ms = int(interval_s * 1000)
         self._next_ms = 0
         self._waking = Waking(clock)
+        self._early: dict[bytes, bytes] = {}  # by range: position up to which jobs cancelled before their time were looked at
 
     async def turn(self) -> int:
         """A whole sweep if it is time; returns how many jobs were removed."""
@@ -42,6 +48,7 @@ class Purging:
         self._next_ms = now_ms + self._interval_ms
         removed = 0
         for queue in list(self._queues):
+            await asyncio.sleep(0)  # some hundred seeks a queue: let others have their turn
             for status in _PURGED:
                 if status == Status.DISCARDED or any(queue.cells[status * 3 : status * 3 + 3]):
                     for group in range(self._group_count):
@@ -68,15 +75,32 @@ class Purging:
     def _expired(self, group: int, queue: QueueMemory, status: Status, before_ms: int) -> Iterator[tuple[bytes, bool]]:
         """Slices of the range that may hold something: (position before the slice, whether it does)."""
         prefix = keys.done_prefix(group, queue.tenant, queue.name, status)
-        # A job ends at or after its fire_at: nothing from `before_ms` on can be over.
+        # A job ends at or after its fire_at: nothing from `before_ms` on can be over, unless it was cancelled.
         end = prefix + keys.time_prefix(max(before_ms, 0))
         after = b""
         while rows := self._store.scan(keys.DONE, prefix + after + b"\0" if after else prefix, end, SLICE_JOBS):
-            states = [decode_done(row).state for _, row in rows]
-            yield after, any(state.finished_at_ms < before_ms and state.keep_until_ms <= self._clock.wall_ms() for state in states)
+            yield after, self._any_over(rows, before_ms)
             after = rows[-1][0][len(prefix) :]
             if len(rows) < SLICE_JOBS:
-                return
+                break
+        if status == Status.CANCELLED:
+            yield from self._expired_early(prefix, keys.time_prefix(max(before_ms, 0)), before_ms)
+
+    def _expired_early(self, prefix: bytes, start: bytes, before_ms: int) -> Iterator[tuple[bytes, bool]]:
+        """The same for what ended before its fire_at: everything from `start` on, in turns."""
+        after = max(self._early.pop(prefix, b""), start)
+        for _ in range(EARLY_SLICES):
+            rows = self._store.scan(keys.DONE, prefix + after + b"\0", keys.prefix_end(prefix), SLICE_JOBS)
+            if rows:
+                yield after, self._any_over(rows, before_ms)
+            if len(rows) < SLICE_JOBS:
+                return  # from the beginning next time
+            after = rows[-1][0][len(prefix) :]
+        self._early[prefix] = after
+
+    def _any_over(self, rows: Rows, before_ms: int) -> bool:
+        states = [decode_done(row).state for _, row in rows]
+        return any(state.finished_at_ms < before_ms and state.keep_until_ms <= self._clock.wall_ms() for state in states)
 
     async def run(self) -> None:
         while True:

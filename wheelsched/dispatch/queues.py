@@ -26,8 +26,8 @@ class QueueMemory:
     """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
 
     __slots__ = (
-        "_clock", "_index_prefixes", "_ready", "_ready_max", "_refilled", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
-        "reserved", "retrying", "settings", "stale", "tenant", "waiters",
+        "_clock", "_index_prefixes", "_ready", "_ready_max", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
+        "queued", "reserved", "retrying", "settings", "tenant", "waiters",
     )  # fmt: skip
 
     def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int) -> None:
@@ -38,11 +38,12 @@ class QueueMemory:
         self.cells = [0] * CELL_COUNT  # stored jobs by status and priority, all groups of this node
         self.retrying = [0] * PRIORITY_COUNT  # of them: retries whose time has not come
         self.reserved = 0  # taken from a ready queue, claim not yet applied
-        self.stale = [0] * PRIORITY_COUNT  # records in ready queues whose job is no longer QUEUED
+        # QUEUED jobs, spilled ones included: one more with each record made ready, one less with each job that leaves. Records whose
+        # job has left stay in a ready queue until they are taken, so those cannot be asked.
+        self.queued = [0] * PRIORITY_COUNT
         self.waiters: dict[Waiter, None] = {}  # in order of arrival
         self.lateness: deque[tuple[int, int]] = deque(maxlen=_LATENESS_SAMPLES_MAX)  # (started, lateness) ms
         self._ready: list[ReadyQueue | None] = [None] * (2 * PRIORITY_COUNT)
-        self._refilled = [0] * (2 * PRIORITY_COUNT)  # of the records each ready queue dropped, how many came back
         self._ready_max = ready_max
         self._shares = PriorityShares(self.settings.weights)
         self._index_prefixes: dict[int, bytes] = {}
@@ -84,8 +85,7 @@ class QueueMemory:
 
     def clear_ready(self) -> None:
         self._ready = [None] * (2 * PRIORITY_COUNT)
-        self._refilled = [0] * (2 * PRIORITY_COUNT)
-        self.stale = [0] * PRIORITY_COUNT
+        self.queued = [0] * PRIORITY_COUNT
 
     @property
     def ready_count(self) -> int:
@@ -157,6 +157,17 @@ class QueueMemory:
         if self.settings.rate_per_s >= 0:
             self._tokens += count
 
+    def drop_reserved(self) -> None:
+        """A record taken turned out to be of a job that has moved on: it goes nowhere."""
+        self.reserved -= 1
+        if self.settings.rate_per_s >= 0:
+            self._tokens += 1  # nothing started
+
+    def make_ready(self, lane: int, priority: int, records: bytes) -> None:
+        """Take records of jobs that have become QUEUED."""
+        self.queued[priority] += len(records) // RECORD_BYTES
+        self.ready_queue(lane, priority).push_batch(records)
+
     def spilled(self) -> Iterator[tuple[int, int, ReadyQueue]]:
         """Ready queues that are running low and have the rest of their jobs on disk alone."""
         for lane, priority, queue in self.ready_queues():
@@ -168,18 +179,6 @@ class QueueMemory:
         queue = self.ready_queue(lane, priority)
         queue.set_spilled_from(mark)
         queue.push_batch(records)
-        place = lane * PRIORITY_COUNT + priority
-        self._refilled[place] = queue.dropped if mark is None else self._refilled[place] + len(records) // RECORD_BYTES
-
-    def queued(self, priority: int) -> int:
-        """QUEUED jobs of a priority, spilled ones included; exact but for records that went stale unseen."""
-        count = -self.stale[priority]
-        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            place = lane * PRIORITY_COUNT + priority
-            queue = self._ready[place]
-            if queue is not None:
-                count += len(queue) + queue.dropped - self._refilled[place]
-        return max(count, 0)
 
     def oldest_ready_at_ms(self) -> int | None:
         """`fire_at` of the oldest record at hand."""

@@ -153,13 +153,13 @@ def release(context: Context, command: Release) -> Reply:
     return Reply(state=after)
 
 
-def backoff_ms(*, failures: int, initial_ms: int, max_ms: int, jitter: int) -> int:
-    """Full jitter after the `failures`-th failure in a row: jitter / 2^32 of min(max, initial * 2^(failures - 1)).
+def backoff_ms(*, attempt: int, initial_ms: int, max_ms: int, jitter: int) -> int:
+    """Full jitter after an attempt that failed: jitter / 2^32 of min(max, initial * 2^(attempt - 1)).
 
     Never negative, never above `max_ms` (Brooker, "Exponential Backoff and Jitter", AWS 2015).
     """
-    assert failures >= 1
-    bound_ms = min(max_ms, initial_ms << min(failures - 1, _SHIFT_MAX))
+    assert attempt >= 1
+    bound_ms = min(max_ms, initial_ms << min(attempt - 1, _SHIFT_MAX))
     return (jitter & 0xFFFF_FFFF) * bound_ms >> _JITTER_BITS
 
 
@@ -225,7 +225,7 @@ def _retry_delay_ms(before: JobState, jitter: int, retry_after_ms: int) -> int:
     if retry_after_ms >= 0:
         return retry_after_ms
     return backoff_ms(
-        failures=before.attempt - before.attempt_base,
+        attempt=before.attempt,
         initial_ms=before.initial_backoff_ms, max_ms=before.max_backoff_ms, jitter=jitter,
     )  # fmt: skip
 

@@ -90,14 +90,13 @@ def _placed(job_id: bytes, base_ms: int, window_ms: int) -> tuple[int, int]:
 
 
 def update(context: Context, command: Update) -> Reply:
-    """PATCH, of a job that is seen SCHEDULED and was never started; the row moves where time or timing change."""
+    """PATCH, of a job that is seen SCHEDULED; the row moves where time or timing change."""
     before = context.find(command.job_id, command.tenant)
     if before is None:
         return not_found(command.job_id)
     seen = context.seen(before)
-    if seen is not Status.SCHEDULED or before.attempt > 0:
-        status = f"{seen.name}, and was started before" if seen is Status.SCHEDULED else seen.name
-        detail = f"{format_job_id(before.job_id)} is {status}: only a SCHEDULED job can be changed"
+    if seen is not Status.SCHEDULED:
+        detail = f"{format_job_id(before.job_id)} is {seen.name}: only a SCHEDULED job can be changed"
         return Reply("job-not-scheduled", detail, before)
     if command.if_version and command.if_version != before.version:
         detail = f"{format_job_id(before.job_id)} is at version {before.version}, not {command.if_version}; read it again"

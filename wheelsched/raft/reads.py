@@ -8,10 +8,11 @@ would confirm each other (etcd #20418).
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ReadResult(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadResult:
     """`ctx` may be answered once everything up to `index` is applied."""
 
     ctx: object

@@ -27,9 +27,9 @@ class _Head:
 class RangeHeads:
     """Lower bounds by (family, prefix); used for `jobs` by (group, lane) and for `index` by (group, tenant, queue).
 
-    `trim` believes what the store shows. So: (1) every put under a prefix is noted before or with its write, (2) `trim` is
-    called while no noted put waits to be written, (3) what it returns is written before any other batch, or as the ranges of
-    the next one. Otherwise a row could be written under a bound, or deleted by a range that was looked up before it came."""
+    Rules: (1) a put under a prefix is noted before the next `trim`, (2) `trim` is called while no batch that was built waits to be
+    written, (3) what it returns is written before any other batch. A put that is not noted may lie below the bound, where scans do
+    not see it until a restart; it is not deleted, for a range reaches only as far back as the look that found it empty."""
 
     def __init__(self, store: Store, *, trim_deletions: int = TRIM_DELETIONS, prefixes_max: int = PREFIXES_MAX) -> None:
         self._store = store
@@ -71,9 +71,10 @@ class RangeHeads:
             rows = self._store.scan(family, head.lower, end, 1)
             first = rows[0][0] if rows else end
             # Nothing new lies before the first row where an old one stays: its gap is the deletion collector's.
-            if first != head.lower and first:
+            if first > head.lower:
+                # Not from the prefix on: only what was just seen to be empty may go, whatever callers forgot to note.
+                ranges.append((family, head.lower, first))
                 head.lower = first
-                ranges.append((family, prefix, first))
         return ranges
 
     def forget(self, group_prefix: bytes) -> None:

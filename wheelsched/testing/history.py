@@ -1,0 +1,301 @@
+"""What clients saw of a node that was killed under them, and whether the node's story in the end agrees with it.
+
+A `History` records every call with what came of it: answered, refused, or unknown (sent, and no answer came back). Each claim is made
+under a worker name of its own, and each job carries its creation's number in its payload, so that the node's rows lead back to the very
+call that made them. `check` then compares, by the names the invariants have in the product:
+
+    never_lost              what was acknowledged is there: every job, every claim, every end of an attempt, every cancel
+    one_job_per_key         one creation is one job, however often its key was sent and whatever was answered; none was refused and made
+    one_live_lease          attempts count from 1 without gap or overlap; each was handed out by one claim, to nobody else
+    token_grows             fencing tokens grow with the attempts of a job, and in each group from one answer to the next call
+    never_early             no attempt starts before its job is due, no lease ends before its time
+    depth_adds_up           a queue's depth is what its listing holds
+
+Instants of the node are UTC milliseconds; those of clients are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import Enum
+from typing import Any, Final
+
+from wheelsched.core.ids import GROUP_COUNT_DEFAULT, group_of, parse_job_id
+from wheelsched.model.states import FINAL, Status
+
+# Instants are rounded to milliseconds on the way out, each by itself.
+ROUNDING_MS: Final = 2
+FINAL_NAMES: Final = frozenset(status.name for status in FINAL)
+
+
+class Known(Enum):
+    """What a caller knows of its call."""
+
+    UNKNOWN = "unknown"
+    REFUSED = "refused"  # answered with a problem, or never sent: nothing may have happened
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Creation:
+    """One job that was asked for, once or, with a key, again and again."""
+
+    number: int
+    queue: str
+    key: str
+    known: Known = Known.UNKNOWN
+    unknown_count: int = 0
+    answered_count: int = 0
+    job_ids: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Handed:
+    """A job in the answer to a claim; `lease_end_ms` moves with acknowledged heartbeats."""
+
+    job_id: str
+    attempt: int
+    fencing: int
+    token: str
+    lease_end_ms: int
+
+
+@dataclass(slots=True)
+class ClaimCall:
+    """A claim under a worker name that no other claim has."""
+
+    worker: str
+    sent_at: float
+    known: Known = Known.UNKNOWN
+    answered_at: float = 0.0
+    jobs: dict[str, Handed] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class End:
+    """An attempt's end as its worker reported it. `status`: the job's, as answered."""
+
+    handed: Handed
+    worker: str
+    outcome: str
+    known: Known = Known.UNKNOWN
+    status: str = ""
+
+
+@dataclass(slots=True)
+class Cancelling:
+    """A DELETE. `status`: the job's, as answered."""
+
+    job_id: str
+    known: Known = Known.UNKNOWN
+    answered_at: float = 0.0
+    status: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenJob:
+    """A job as the node tells it in the end: the answers of `GET /v1/jobs/{id}` and `…/attempts`."""
+
+    job: Mapping[str, Any]
+    attempts: Sequence[Mapping[str, Any]]
+
+
+@dataclass(slots=True)
+class History:
+    """Everything the clients of one run did. Grows; nothing is ever changed but the outcome of a call under way."""
+
+    creations: dict[int, Creation] = field(default_factory=dict)
+    claims: dict[str, ClaimCall] = field(default_factory=dict)
+    ends: list[End] = field(default_factory=list)
+    cancels: list[Cancelling] = field(default_factory=list)
+
+    def counts(self) -> dict[str, tuple[int, int, int]]:
+        """By kind of call: (done, refused, unknown)."""
+        kinds: dict[str, Sequence[Known]] = {
+            "creates": [creation.known for creation in self.creations.values()],
+            "claims": [call.known for call in self.claims.values()],
+            "attempt ends": [end.known for end in self.ends],
+            "cancels": [cancel.known for cancel in self.cancels],
+        }
+        totals = {name: Counter(found) for name, found in kinds.items()}
+        return {name: (total[Known.DONE], total[Known.REFUSED], total[Known.UNKNOWN]) for name, total in totals.items()}
+
+
+def check(
+    history: History, seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]], *, drained: bool = True
+) -> list[str]:
+    """What does not agree, each as `invariant: what`; empty: all is well. `seen` is every job of the node by id, `depths` jobs by
+    queue and status; `drained`: every job has to be final."""
+    return list(_faults(history, seen, depths, drained))
+
+
+def _faults(
+    history: History, seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]], drained: bool
+) -> Iterator[str]:
+    yield from _check_creations(history, seen)
+    yield from _check_tokens(history)
+    ends = defaultdict(list)
+    for end in history.ends:
+        ends[end.handed.job_id].append(end)
+    handed: dict[str, list[tuple[ClaimCall, Handed]]] = defaultdict(list)
+    for call in history.claims.values():
+        for job_id, one in call.jobs.items():
+            handed[job_id].append((call, one))
+    cancelled = {cancel.job_id for cancel in history.cancels}
+    for job_id, found in seen.items():
+        yield from _check_attempts(job_id, found, history.claims, handed[job_id])
+        yield from _check_ends(job_id, found, ends[job_id], job_id in cancelled)
+        if drained and found.job["status"] not in FINAL_NAMES:
+            yield f"never_lost: {job_id} is {found.job['status']} although its queue was drained"
+    yield from _check_cancels(history, seen)
+    yield from _check_depths(seen, depths)
+
+
+def _check_creations(history: History, seen: Mapping[str, SeenJob]) -> Iterator[str]:
+    made: dict[int, list[str]] = defaultdict(list)
+    for job_id, found in seen.items():
+        made[found.job["payload"]["number"]].append(job_id)
+    for creation in history.creations.values():
+        jobs = made.pop(creation.number, [])
+        name = f"creation {creation.number}" + (f" (key {creation.key})" if creation.key else "")
+        for lost in creation.job_ids - seen.keys():
+            yield f"never_lost: {name} was acknowledged as {lost}, which is gone"
+        if len(creation.job_ids | set(jobs)) > 1 and (creation.key or creation.known is Known.DONE):
+            yield f"one_job_per_key: {name} has the jobs {sorted(creation.job_ids | set(jobs))}"
+        elif len(jobs) > 1:
+            yield f"one_job_per_key: {name} was sent once and has the jobs {jobs}"
+        if jobs and creation.known is Known.REFUSED and not creation.unknown_count:
+            yield f"one_job_per_key: {name} was refused, yet there is {jobs[0]}"
+    for number, jobs in made.items():
+        yield f"one_job_per_key: {jobs} have the number {number}, which nobody sent"
+
+
+def _check_tokens(history: History) -> Iterator[str]:
+    """Per group: a call that was sent after another was answered has the higher tokens; and none is given twice."""
+    by_group: dict[int, list[tuple[float, float, int, str]]] = defaultdict(list)
+    for call in history.claims.values():
+        for one in call.jobs.values():
+            by_group[_group(one.job_id)].append((call.sent_at, call.answered_at, one.fencing, one.job_id))
+    for group, given in by_group.items():
+        tokens = Counter(fencing for _, _, fencing, _ in given)
+        yield from (f"token_grows: {token} was given {count} times in group {group}" for token, count in tokens.items() if count > 1)
+        answered = sorted((answered_at, fencing) for _, answered_at, fencing, _ in given)
+        highest, position = 0, 0
+        for sent_at, _, fencing, job_id in sorted(given):
+            while answered[position][0] < sent_at:
+                highest = max(highest, answered[position][1])
+                position += 1
+            if fencing <= highest:
+                yield f"token_grows: {job_id} got {fencing} in group {group} after {highest} had been given"
+
+
+def _check_attempts(
+    job_id: str, found: SeenJob, claims: Mapping[str, ClaimCall], handed: Sequence[tuple[ClaimCall, Handed]]
+) -> Iterator[str]:
+    """The node's attempts against the claims we made."""
+    rows = Counter((row["attempt"], row["worker"]) for row in found.attempts)
+    for key, count in rows.items():
+        if count > 1:
+            yield f"one_live_lease: {job_id} has attempt {key[0]} of {key[1]} {count} times"
+    for call, one in handed:
+        if (one.attempt, call.worker) not in rows:
+            yield f"never_lost: {job_id} was handed out as attempt {one.attempt} to {call.worker}, of which nothing is known"
+    counted = [row["attempt"] for row in found.attempts if row["outcome"] != "released"]
+    if counted != list(range(1, found.job["attempt"] + 1)):
+        yield f"one_live_lease: {job_id} is at attempt {found.job['attempt']} and has the attempts {counted}"
+    before_ms = _ms(found.job["fire_at"])
+    for row in found.attempts:
+        started_ms = _ms(row["started_at"])
+        if started_ms < before_ms:
+            yield f"never_early: attempt {row['attempt']} of {job_id} starts {before_ms - started_ms} ms before it may"
+        before_ms = _ms(row["ended_at"]) if row["ended_at"] else before_ms
+        yield from _check_claimed(job_id, row, claims)
+    one_by_one = sorted((one.attempt, call.sent_at, one.fencing) for call, one in handed)
+    for (_, _, lower), (attempt, _, higher) in zip(one_by_one, one_by_one[1:], strict=False):
+        if higher <= lower:
+            yield f"token_grows: attempt {attempt} of {job_id} has token {higher} after {lower}"
+
+
+def _check_claimed(job_id: str, row: Mapping[str, Any], claims: Mapping[str, ClaimCall]) -> Iterator[str]:
+    """One attempt: some claim of ours has it, or may have it, and its lease did not end too early."""
+    call = claims.get(row["worker"])
+    if call is None or call.known is Known.REFUSED:
+        yield f"one_live_lease: attempt {row['attempt']} of {job_id} went to {row['worker']}, whose claim {'was refused' if call else 'is none of ours'}"
+        return
+    if call.known is Known.UNKNOWN:
+        return
+    one = call.jobs.get(job_id)
+    if one is None or one.attempt != row["attempt"]:
+        yield f"one_live_lease: attempt {row['attempt']} of {job_id} went to {row['worker']}, whose answer does not hold it"
+    elif row["outcome"] == "lease_expired" and _ms(row["ended_at"]) < one.lease_end_ms - ROUNDING_MS:
+        early_ms = one.lease_end_ms - _ms(row["ended_at"])
+        yield f"never_early: the lease of attempt {row['attempt']} of {job_id} ended {early_ms} ms before its time"
+
+
+def _check_ends(job_id: str, found: SeenJob, ends: Sequence[End], cancelled: bool) -> Iterator[str]:
+    """The ends we reported against the outcomes on record."""
+    reported = defaultdict(set)
+    for end in ends:
+        reported[end.handed.attempt, end.worker].add(end.outcome)
+    outcomes = {(row["attempt"], row["worker"]): row["outcome"] for row in found.attempts}
+    for (attempt, worker), outcome in outcomes.items():
+        by_itself = ("lease_expired", "timed_out", "running") if not cancelled else ("lease_expired", "timed_out", "running", "cancelled")
+        # A claim whose answer was lost may have been given back.
+        if outcome not in by_itself and outcome not in reported[attempt, worker] and (outcome != "released" or reported[attempt, worker]):
+            yield f"one_live_lease: attempt {attempt} of {job_id} ended as {outcome}, which {worker} never reported"
+    status = found.job["status"]
+    for end in ends:
+        if end.known is not Known.DONE:
+            continue
+        attempt = end.handed.attempt
+        recorded = outcomes.get((attempt, end.worker))
+        if recorded != end.outcome:
+            yield f"never_lost: attempt {attempt} of {job_id} was acknowledged as {end.outcome} and is on record as {recorded}"
+        if end.status in FINAL_NAMES and (status != end.status or found.job["attempt"] > attempt):
+            yield f"never_lost: {job_id} was acknowledged as {end.status} and is {status} at attempt {found.job['attempt']}"
+
+
+def _check_cancels(history: History, seen: Mapping[str, SeenJob]) -> Iterator[str]:
+    done = {cancel.job_id: cancel for cancel in history.cancels if cancel.known is Known.DONE}
+    for job_id, cancel in done.items():
+        if job_id not in seen:
+            continue  # told by the creation
+        status = seen[job_id].job["status"]
+        allowed = ("CANCELLED",) if cancel.status == "CANCELLED" else ("CANCEL_REQUESTED", "CANCELLED", "SUCCEEDED")
+        if status not in allowed:
+            yield f"never_lost: the cancel of {job_id} was answered {cancel.status}, and the job is {status}"
+    for call in history.claims.values():
+        for job_id in call.jobs:
+            if job_id in done and done[job_id].status == "CANCELLED" and call.sent_at > done[job_id].answered_at:
+                yield f"one_live_lease: {job_id} was handed to {call.worker} after it had been cancelled"
+
+
+def _check_depths(seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    counted: dict[str, Counter[str]] = defaultdict(Counter)
+    for found in seen.values():
+        counted[found.job["queue"]][found.job["status"]] += 1
+    for queue in sorted(counted.keys() | depths.keys()):
+        told = {status: count for status, count in depths.get(queue, {}).items() if count}
+        if told != dict(counted[queue]):
+            yield f"depth_adds_up: queue {queue} tells {told} and holds {dict(counted[queue])}"
+
+
+def _group(job_id: str) -> int:
+    parsed = parse_job_id(job_id)
+    assert parsed is not None, job_id
+    return group_of(parsed, GROUP_COUNT_DEFAULT)
+
+
+def _ms(instant: str) -> int:
+    return round(datetime.fromisoformat(instant).timestamp() * 1000)
+
+
+def instant_ms(instant: str) -> int:
+    """Unix milliseconds of an instant as the API writes it."""
+    return _ms(instant)
+
+
+assert Status.SUCCEEDED.name in FINAL_NAMES
