@@ -1,4 +1,4 @@
-"""A small `NodeFace` in memory: one group, the real state machine, time that moves when told to.
+"""A small `NodeFace` in memory: one group, the real state machine, time that moves when told to; and a client for its server.
 
 No wheel, no ready queues, no disk: a claim looks at every job. `before_propose` is awaited before each proposal and may fail or wait,
 so that a test can hold up the log; `admission` is raised by `check_admission` while it is set.
@@ -7,9 +7,15 @@ so that a test can hold up the log; `admission` is raised by `check_admission` w
 from __future__ import annotations
 
 import asyncio
+import json
 import random
-from collections.abc import Awaitable, Callable, Sequence
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
+
+from wheelsched.api import Server, serve
 
 from wheelsched.core.errors import WheelschedError
 from wheelsched.core.ids import new_job_id
@@ -78,7 +84,6 @@ class FakeNode:
         self._machine = GroupMachine(0)
         self._group_state = GroupState()
         self._leases: dict[bytes, tuple[int, bytes]] = {}  # job id -> (expires at ms, progress)
-        self._changed = asyncio.Condition()
         self._waiters: list[asyncio.Future[None]] = []
 
     # --- the log ----------------------------------------------------------------------------------------------------------------
@@ -119,11 +124,8 @@ class FakeNode:
         for command in commands:
             queue, tenant = getattr(command, "queue", ""), getattr(command, "tenant", "")
             if queue and self._queue_settings(tenant, queue) is None:
-                self._meta(PutQueue(tenant, queue))
+                self.apply_quietly(PutQueue(tenant, queue))
         return self.apply(commands)
-
-    def _meta(self, command: AnyCommand) -> None:
-        self.apply_quietly(command)
 
     # --- reads ------------------------------------------------------------------------------------------------------------------
 
@@ -150,12 +152,12 @@ class FakeNode:
         row = self._store.get(keys.JOBS, keys.job_key(0, state.lane, state.fire_at_ms, state.job_id))
         assert row is not None
         spec, payload = split_job(row)
-        error = next((row.error for _, row in reversed(self._rows(state.job_id)) if row.error), b"")
+        error = next((row.error for _, row in reversed(self.rows(state.job_id)) if row.error), b"")
         progress = self._leases.get(state.job_id, (0, b""))[1] if state.status in LEASED else b""
         status = status_of(state, self._group_state.watermark_ms)
         return JobRecord(state, status, decode_spec(spec), payload, error, b"", progress)
 
-    def _rows(self, job_id: bytes) -> list[tuple[int, AttemptRow]]:
+    def rows(self, job_id: bytes) -> list[tuple[int, AttemptRow]]:
         prefix = keys.state_key(0, job_id)
         rows = self._store.scan(keys.ATTEMPTS, prefix, keys.prefix_end(prefix), 10_000)
         return [(keys.attempt_version(key), decode_attempt(row)) for key, row in rows]
@@ -166,7 +168,7 @@ class FakeNode:
 
     async def read_attempts(self, tenant: str, job_id: bytes) -> tuple[JobRecord, list[tuple[int, AttemptRow]]] | None:
         record = await self.read_job(tenant, job_id)
-        return None if record is None else (record, self._rows(job_id))
+        return None if record is None else (record, self.rows(job_id))
 
     async def list_jobs(self, wanted: JobFilter, *, cursor: bytes | None, limit: int) -> JobPage:
         found = []
@@ -294,13 +296,13 @@ class FakeNode:
         return [view for view in views if view is not None], names[limit - 1] if len(names) > limit else None
 
     async def put_queue(self, tenant: str, queue: str, settings: QueueSettings, *, actor: str) -> QueueView:
-        self._meta(PutQueue(tenant, queue, encode_row(settings), actor))
+        self.apply_quietly(PutQueue(tenant, queue, encode_row(settings), actor))
         view = await self.queue_view(tenant, queue)
         assert view is not None
         return view
 
     async def pause_queue(self, tenant: str, queue: str, paused: bool, *, actor: str) -> QueueView:
-        self._meta(PauseQueue(tenant, queue, paused, actor))
+        self.apply_quietly(PauseQueue(tenant, queue, paused, actor))
         view = await self.queue_view(tenant, queue)
         assert view is not None
         return view
@@ -340,3 +342,109 @@ class FakeNode:
 
     def render_metrics(self) -> tuple[bytes, str]:
         return b"# TYPE fake gauge\nfake 1\n", "text/plain; version=0.0.4; charset=utf-8"
+
+
+# --- a client that hides nothing ------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """A response as it came: `headers` by lower-case name."""
+
+    def __init__(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.status, self.headers, self.body = status, headers, body
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def pointers(self) -> list[str]:
+        return [fault["pointer"] for fault in self.json["errors"]]
+
+
+class Wire:
+    """One connection, bytes in and out."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    def send(self, data: bytes) -> None:
+        self.writer.write(data)
+
+    def request(self, method: str, path: str, body: bytes = b"", **headers: str) -> None:
+        lines = [f"{method} {path} HTTP/1.1", "Host: test"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+        if body:
+            lines.append(f"Content-Length: {len(body)}")
+        self.send("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
+
+    async def answer(self, *, is_head: bool = False) -> Answer:
+        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        status_line, *lines = head.rstrip().split("\r\n")
+        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+        status = int(status_line.split()[1])
+        if status == 100:
+            return Answer(status, headers, b"")
+        size = 0 if is_head else int(headers["content-length"])
+        return Answer(status, headers, await self.reader.readexactly(size))
+
+    async def end(self) -> bytes:
+        """What comes until the server closes."""
+        return await self.reader.read()
+
+    def reset(self) -> None:
+        """Close so that the other side sees a reset, not an end of file."""
+        sock = self.writer.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Serving:
+    """A server over a node, and calls to it."""
+
+    def __init__(self, node: Any, server: Server) -> None:
+        self.node, self.server = node, server
+        self._wires: list[Wire] = []
+
+    async def wire(self) -> Wire:
+        wire = Wire(*await asyncio.open_connection("127.0.0.1", self.server.port, limit=64 * 1024 * 1024))
+        self._wires.append(wire)
+        return wire
+
+    async def call(self, method: str, path: str, body: Any = None, **headers: str) -> Answer:
+        """`body`: bytes go as they are, anything else as JSON."""
+        wire = await self.wire()
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        wire.request(method, path, data, **({"Content_Type": "application/json"} | headers))
+        answer = await wire.answer(is_head=method == "HEAD")
+        wire.close()
+        return answer
+
+    async def create(self, **fields: Any) -> Any:
+        answer = await self.call("POST", "/v1/jobs", {"queue": "mail"} | fields)
+        assert answer.status == 201, answer.body
+        return answer.json
+
+    async def claim(self, queue: str = "mail", **fields: Any) -> Any:
+        answer = await self.call("POST", f"/v1/queues/{queue}:claim", fields)
+        assert answer.status == 200, answer.body
+        return answer.json["jobs"]
+
+    async def end(self) -> None:
+        for wire in self._wires:
+            wire.close()
+        await self.server.close()
+
+
+@asynccontextmanager
+async def serving(node: Any | None = None) -> AsyncIterator[Serving]:
+    node = node or FakeNode()
+    served = Serving(node, await serve(node, host="127.0.0.1", port=0))
+    try:
+        async with asyncio.timeout(30):
+            yield served
+    finally:
+        await served.end()

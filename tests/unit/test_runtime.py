@@ -152,7 +152,14 @@ def test_text_logs_have_event_and_fields_and_no_colour_where_nobody_looks(stream
     setup_logs(level="warning", format="text", stream=stream)
     structlog.get_logger().info("not_shown")
     structlog.get_logger().warning("disk_low", free_bytes=12)
+    secret = "".join(("the ", "payload"))
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        structlog.get_logger().exception("failed")
     logging.getLogger("asyncio").warning("slow callback")
     text = stream.getvalue()
     assert "disk_low" in text and "free_bytes=12" in text and "slow callback" in text
     assert "\x1b" not in text and "not_shown" not in text
+    assert "ValueError: boom" in text
+    assert secret not in text, "local variables hold what clients sent"

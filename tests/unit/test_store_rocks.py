@@ -161,7 +161,7 @@ def test_every_synced_batch_survives_kill_9(open_store: OpenStore, tmp_path: Pat
         code = f"asyncio.run(number_batches(RocksStore(sys.argv[1], SMALL), {acknowledged + 1}))"
         process = child(code, tmp_path)
         assert process.stdout and process.stderr
-        for _ in range(rng.randrange(1, 250)):
+        for _ in range(rng.randrange(1, 120)):
             line = process.stdout.readline()
             assert line, process.stderr.read()
             acknowledged = int(line)

@@ -103,7 +103,8 @@ _COLON_ESCAPED: Final = re.compile(rb"\\u003[aA]")
 
 
 def _colons(value: Any) -> int:
-    """How many colons the JSON of a decoded model holds, if nothing was dropped and no colon of a string was escaped."""
+    """How many colons the JSON of a decoded model holds, if nothing was dropped and no colon of a string was escaped. It rests on
+    UNSET being what every member has that was not sent: no model of a request has another default."""
     kind = type(value)
     if kind is str:
         return value.count(":")
@@ -261,10 +262,11 @@ def _malformed(error: msgspec.DecodeError, body: bytes) -> InvalidRequest:
     if match is None:
         return InvalidRequest(f"the body is no JSON: {text[0].lower()}{text[1:]}")
     at = int(match[1])
-    for word in _NOT_JSON:
-        for start in (at, at - 1):
-            if start >= 0 and body.startswith(word, start):
-                return InvalidRequest(f"{word.decode()} at byte {start} is no JSON; send null or a string instead")
+    # The place of a minus is before the byte that msgspec names.
+    for start in (max(0, at - 1), at):
+        word = next((word for word in _NOT_JSON if body.startswith(word, start)), None)
+        if word is not None and (start == at or word[:1] == b"-"):
+            return InvalidRequest(f"{word.decode()} at byte {start} is no JSON; send null or a string instead")
     return InvalidRequest(f"the body is no JSON: {text.removeprefix('JSON is malformed: ')}")
 
 

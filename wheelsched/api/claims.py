@@ -39,7 +39,8 @@ async def claim_queues(api: Api, request: Request) -> Response:
 async def _claim(api: Api, request: Request, queues: Sequence[str], model: schemas.ClaimRequest) -> Response:
     faults: list[Fault] = []
     lease_ms = None if isinstance(model.lease_s, UnsetType) else schemas.ms_of(model.lease_s, "lease_s", faults)
-    wait_ms = schemas.ms_of(model.wait_s, "wait_s", faults)
+    wait_ms = 0 if isinstance(model.wait_s, UnsetType) else schemas.ms_of(model.wait_s, "wait_s", faults)
+    jobs_max = 1 if isinstance(model.max, UnsetType) else model.max
     if faults:
         raise refuse(faults)
     worker = ""
@@ -48,9 +49,9 @@ async def _claim(api: Api, request: Request, queues: Sequence[str], model: schem
         schemas.check_name(worker, "/worker", "worker")
     api.node.check_admission()
     if wait_ms == 0:
-        jobs = await api.node.claim(request.tenant, queues, jobs_max=model.max, lease_ms=lease_ms, wait_ms=0, worker=worker)
+        jobs = await api.node.claim(request.tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=0, worker=worker)
     else:
-        jobs = await _poll(api, request, queues, model.max, lease_ms, wait_ms, worker)
+        jobs = await _poll(api, request, queues, jobs_max, lease_ms, wait_ms, worker)
     if not jobs:
         return Response(200, _NO_JOBS)
     return Response(200, render.claimed(jobs), hand_out=jobs)

@@ -56,17 +56,33 @@ async def get(api: Api, request: Request) -> Response:
 async def put(api: Api, request: Request) -> Response:
     queue = _queue(request)
     model = bodies.decode(_decode_put, request.body)
+    settings = _settings(model)
+    return ok(render.queue(await api.node.put_queue(request.tenant, queue, settings, actor=request.actor)))
+
+
+def _settings(model: schemas.QueuePut) -> QueueSettings:
+    """What is left out has its default."""
     faults: list[Fault] = []
-    lease_ms = schemas.ms_of(model.lease_s, "lease_s", faults)
-    retention_ms = schemas.ms_of(model.retention_s, "retention_s", faults)
+    default = QueueSettings()
+    lease_ms, retention_ms, weights = default.lease_ms, default.retention_ms, default.weights
+    concurrency, rate = default.max_concurrency, default.rate_per_s
+    if not isinstance(model.max_concurrency, UnsetType) and model.max_concurrency is not None:
+        concurrency = model.max_concurrency
+    if not isinstance(model.rate_per_s, UnsetType) and model.rate_per_s is not None:
+        rate = model.rate_per_s
+    if not isinstance(model.lease_s, UnsetType):
+        lease_ms = schemas.ms_of(model.lease_s, "lease_s", faults)
+    if not isinstance(model.retention_s, UnsetType):
+        retention_ms = schemas.ms_of(model.retention_s, "retention_s", faults)
+    if not isinstance(model.weights, UnsetType):
+        given = (model.weights.critical, model.weights.default, model.weights.bulk)
+        critical, normal, bulk = (
+            usual if isinstance(weight, UnsetType) else weight for weight, usual in zip(given, weights, strict=True)
+        )
+        weights = (critical, normal, bulk)
     if faults:
         raise refuse(faults)
-    settings = QueueSettings(
-        -1 if model.max_concurrency is None else model.max_concurrency,
-        -1.0 if model.rate_per_s is None else model.rate_per_s,
-        lease_ms, retention_ms, (model.weights.critical, model.weights.default, model.weights.bulk),
-    )  # fmt: skip
-    return ok(render.queue(await api.node.put_queue(request.tenant, queue, settings, actor=request.actor)))
+    return QueueSettings(concurrency, rate, lease_ms, retention_ms, weights)
 
 
 async def pause(api: Api, request: Request) -> Response:

@@ -139,9 +139,17 @@ class Nothing(Model, kw_only=True):
 
 
 class ClaimRequest(Model, kw_only=True):
-    max: Annotated[int, Meta(ge=1, le=limits.CLAIM_JOBS_MAX)] = 1
+    max: Annotated[int, Meta(ge=1, le=limits.CLAIM_JOBS_MAX, extra_json_schema={"default": 1})] | UnsetType = UNSET
     lease_s: LeaseS | UnsetType = UNSET
-    wait_s: Annotated[float, Meta(ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.")] = 0
+    wait_s: (
+        Annotated[
+            float,
+            Meta(
+                ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.", extra_json_schema={"default": 0}
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
     worker: Name | UnsetType = UNSET
 
 
@@ -191,21 +199,27 @@ class CompletionBatch(Model, kw_only=True):
     ]  # fmt: skip
 
 
+def _weight(default: int) -> Meta:
+    return Meta(ge=1, le=1_000, extra_json_schema={"default": default})
+
+
 class Weights(Model, kw_only=True):
-    critical: Annotated[int, Meta(ge=1, le=1_000)] = 70
-    default: Annotated[int, Meta(ge=1, le=1_000)] = 25
-    bulk: Annotated[int, Meta(ge=1, le=1_000)] = 5
+    critical: Annotated[int, _weight(70)] | UnsetType = UNSET
+    default: Annotated[int, _weight(25)] | UnsetType = UNSET
+    bulk: Annotated[int, _weight(5)] | UnsetType = UNSET
 
 
 RETENTION_S_MAX: Final = 10 * limits.DELAY_S_MAX
 
 
 class QueuePut(Model, kw_only=True):
-    max_concurrency: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None
-    rate_per_s: Annotated[float, Meta(ge=0.001, le=1_000_000)] | None = None
-    lease_s: LeaseS = limits.LEASE_MS_DEFAULT / 1000
-    retention_s: Annotated[float, Meta(ge=0, le=RETENTION_S_MAX)] = limits.RETENTION_MS_DEFAULT / 1000
-    weights: Weights = msgspec.field(default_factory=Weights)
+    """Settings left out return to their defaults; `null` is none."""
+
+    max_concurrency: Annotated[int, Meta(ge=1, le=1_000_000)] | None | UnsetType = UNSET
+    rate_per_s: Annotated[float, Meta(ge=0.001, le=1_000_000)] | None | UnsetType = UNSET
+    lease_s: LeaseS | UnsetType = UNSET
+    retention_s: Annotated[float, Meta(ge=0, le=RETENTION_S_MAX)] | UnsetType = UNSET
+    weights: Weights | UnsetType = UNSET
 
 
 class DeadSelection(Model, kw_only=True):

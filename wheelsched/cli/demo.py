@@ -50,7 +50,7 @@ _DEADLINE_S: Final = 70.0
     "--output-dir", type=click.Path(path_type=Path, file_okay=False), default=Path("demo-output"), show_default=True,
     help="Where picture, logs and data go.",
 )  # fmt: skip
-@click.option("--keep", is_flag=True, help="Keep the node's data afterwards.")
+@click.option("--keep", is_flag=True, help="Keep the node's data and logs also when all is well.")
 @json_option
 def demo(output: Output, output_dir: Path, keep: bool) -> int:
     """See it work: jobs, workers, a kill -9 in the middle, and nothing lost. Takes a minute.
@@ -64,9 +64,11 @@ def demo(output: Output, output_dir: Path, keep: bool) -> int:
     data = Path(tempfile.mkdtemp(prefix="run-", dir=output_dir))
     try:
         account = _Demo(data, output).run()
-    finally:
-        if not keep:
-            shutil.rmtree(data, ignore_errors=True)
+    except BaseException:
+        click.echo(f"logs and data are kept in {data}", err=True)
+        raise
+    if account.good and not keep:
+        shutil.rmtree(data, ignore_errors=True)
     if output.as_json:
         output.document(account.document())
     else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock, Rng
-from wheelsched.core.ids import group_of
+from wheelsched.core.ids import group_of, id_low
 from wheelsched.core.settings import SchedulerSettings
 from wheelsched.dispatch.audit import Audit
 from wheelsched.dispatch.claims import Claims
@@ -88,9 +88,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Make the memory from the rows, precise lane first; claims open when that one is read. The flexible lane follows in `run`."""
         self._read_settings_and_counts()
-        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            for group in range(self._group_count):
-                self.timers.loaded_ms[lane][group] = self._replicas.watermark_ms(group) + 1
+        self.loader.start_again()
         await self.loader.rebuild_lane(Lane.PRECISE)
         await self.loader.load_ahead()
         self._lanes_loaded.add(Lane.PRECISE)
@@ -141,9 +139,8 @@ class Dispatcher:
         self.leases.clear_starts()
         for queue in self.queues:
             queue.clear_ready()
+        self.loader.start_again()
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            for group in range(self._group_count):
-                self.timers.loaded_ms[lane][group] = self._replicas.watermark_ms(group) + 1
             await self.loader.rebuild_lane(lane)
         await self.loader.load_ahead()
 
@@ -196,18 +193,21 @@ class Dispatcher:
         if before.status in _LEASED:
             if after is None or after.status not in _LEASED:
                 self.leases.end(before.job_id)
-        elif cause == "claim":
-            queue.reserved -= 1
-        elif cause == "fire":
-            pass  # a held job named by a Fire: its timer is out of the wheel
-        elif status_of(before, watermark_ms) is _QUEUED:
-            queue.stale[before.priority] += 1  # its record is dropped when it is claimed
         else:
-            self.timers.cancel(group, before)
+            queue.reserved -= cause == "claim"
+            if cause != "fire" and not self.loader.will_read(group, before):  # named by a Fire: its timer is out of the wheel
+                self._leave_waiting(group, before, queue, watermark_ms)
         if after is None or after.status > _CANCEL_REQUESTED:
             # Job and index rows went: the ranges' heads move on with them.
             self._heads.note_deleted(keys.JOBS, self._lane_prefixes[before.lane][group])
             self._heads.note_deleted(keys.INDEX, queue.index_prefix(group))
+
+    def _leave_waiting(self, group: int, before: JobState, queue: QueueMemory, watermark_ms: int) -> None:
+        if status_of(before, watermark_ms) is _QUEUED:
+            queue.queued[before.priority] -= 1  # its record stays behind, and is dropped when it is taken
+        else:
+            self.timers.cancel(group, before)
+            self.firing.withdraw(group, before.lane, before.fire_at_ms, id_low(before.job_id), before.version)
 
     def _enter(
         self, group: int, before: JobState | None, after: JobState, queue: QueueMemory, watermark_ms: int, ready: Ready
@@ -218,6 +218,8 @@ class Dispatcher:
             return
         if before is None or before.status == _DEAD or before.fire_at_ms != after.fire_at_ms or before.lane != after.lane:
             self._note_new_rows(group, after, queue)
+        if self.loader.will_read(group, after):
+            return
         if status_of(after, watermark_ms) is _QUEUED:
             ready[after.lane].append((after, queue))
         else:
@@ -246,7 +248,7 @@ class Dispatcher:
         """QUEUED jobs, packed: into their ready queues, and to whoever waits for them."""
         for place, batch in split_by_queue(records):
             queue = self.queues.by_number(place >> 2)
-            queue.ready_queue(lane, place & 3).push_batch(batch)
+            queue.make_ready(lane, place & 3, batch)
             self.claims.serve(queue)
 
     def _on_fired(self, lane: int, records: bytes) -> None:
@@ -276,18 +278,23 @@ class Dispatcher:
     async def _refill(self) -> None:
         """Read spilled jobs again before their ready queue runs dry, a slice a turn."""
         while True:
-            busy = False
-            for queue in list(self.queues):
-                for lane, priority, ready in list(queue.spilled()):
-                    self._refill_slice(queue, lane, priority, ready)
-                    busy = True
-                    await asyncio.sleep(0)
-            if not busy:
+            if not await self._refill_once():
                 await asyncio.sleep(REFILL_INTERVAL_S)
+
+    async def _refill_once(self) -> bool:
+        """A slice for each ready queue that runs low; False where none does."""
+        busy = False
+        for queue in list(self.queues):
+            for lane, priority, ready in list(queue.spilled()):
+                self._refill_slice(queue, lane, priority, ready)
+                busy = True
+                await asyncio.sleep(0)
+        return busy
 
     def _refill_slice(self, queue: QueueMemory, lane: int, priority: int, ready: ReadyQueue) -> None:
         mark = ready.spilled_from
-        assert mark is not None
+        if mark is None:
+            return  # read by the other caller meanwhile
         records, reached = self.loader.refill(queue, lane, priority, mark, REFILL_ROWS)
         queue.note_refill(lane, priority, reached, records)
         self.claims.serve(queue)
@@ -332,7 +339,8 @@ class Dispatcher:
         for priority in range(3):
             waiting = rows[Status.SCHEDULED][priority] + rows[Status.RETRYING][priority]
             retrying = queue.retrying[priority]
-            queued = min(queue.queued(priority), waiting - retrying)
+            # Between a Fire and its sweep, and while a lane is read anew, fewer are counted than have become due.
+            queued = min(max(queue.queued[priority], 0), waiting - retrying)
             rows[Status.QUEUED][priority] = queued
             rows[Status.RETRYING][priority] = retrying
             rows[Status.SCHEDULED][priority] = waiting - retrying - queued
@@ -353,3 +361,5 @@ class Dispatcher:
         self.leases.turn()
         await self.purging.turn()
         await self._replicas.wait_idle()
+        while await self._refill_once():
+            pass

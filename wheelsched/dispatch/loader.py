@@ -1,7 +1,8 @@
 """From disk into memory: timers shortly before the horizon reaches them, and everything due after a start or a clock step.
 
 Each row is read once, by range, in slices, so that no turn takes more than a few milliseconds. The mark moves before the range is
-read: a job created during the scan would else be in neither; in both is harmless, for a claim checks the version.
+read, and what is left of the range is noted: a job that changes during the scan is the scan's where that has yet to come to its row
+(`will_read`), else its effect's. So it is in memory exactly once, and a scan that was cut short goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from wheelsched.dispatch.waking import Waking
 from wheelsched.model import keys
 from wheelsched.model.rows import KIND_JOB, TIMER, JobState, decode_header, decode_spec, decode_state, split_job, timer_word
 from wheelsched.model.states import LEASED, Lane, Status, due_at_ms, status_of
-from wheelsched.store import Store
+from wheelsched.store import Rows, Store
 from wheelsched.store.heads import RangeHeads
 
 SLICE_ROWS = 500
@@ -28,6 +29,7 @@ AHEAD_MS_MIN = 10_000
 TIMERS_MAX = 8_000_000
 LOOK_AGAIN_MS = 1_000
 
+Range = tuple[bytes, bytes]  # keys of a group and lane still to be read: start <= key < end
 Mark = tuple[int, int]  # (fire_at ms, random half of the id): where a ready queue's records go on, on disk
 
 
@@ -51,8 +53,28 @@ class Loader:
         self._on_ready = on_ready
         self._on_timers = on_timers
         self._turn = asyncio.Lock()
+        self._behind: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `rebuild_lane`
+        self._ahead: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `load_ahead`
         self.waking = Waking(clock)
         self.loaded_count = 0
+
+    def start_again(self) -> None:
+        """Memory is empty: all rows are to be read, those at or under the watermarks by `rebuild_lane`, the others by `load_ahead`."""
+        self._ahead.clear()
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            for group in range(self._group_count):
+                above_ms = self._watermark_ms(group) + 1
+                self._timers.loaded_ms[lane][group] = above_ms
+                start = self._heads.lower_bound(keys.JOBS, keys.job_range(group, lane, 0)[:3])
+                self._behind[lane, group] = (start, keys.job_range(group, lane, above_ms))
+
+    def will_read(self, group: int, state: JobState) -> bool:
+        """Whether a scan has yet to come to the row of this job, so that memory must not learn of it before. O(1)."""
+        if not self._behind and not self._ahead:
+            return False
+        key = keys.job_key(group, state.lane, state.fire_at_ms, state.job_id)
+        ranges = (self._behind.get((state.lane, group)), self._ahead.get((state.lane, group)))
+        return any(left is not None and left[0] <= key < left[1] for left in ranges)
 
     # Ahead of time: rows above the watermark.
 
@@ -66,18 +88,29 @@ class Loader:
     async def _load_group(self, group: int, lane: int) -> None:
         marks = self._timers.loaded_ms[lane]
         until_ms = self._clock.wall_ms() + self._reach_ms()
-        start_ms = marks[group]
-        if until_ms <= start_ms:
-            return
-        marks[group] = until_ms
-        start, end = keys.job_range(group, lane, start_ms), keys.job_range(group, lane, until_ms)
-        while rows := self._store.scan(keys.JOBS, start, end, SLICE_ROWS):
+        if until_ms > marks[group]:
+            start, _ = self._ahead.get((lane, group), (keys.job_range(group, lane, marks[group]), b""))
+            self._ahead[lane, group] = (start, keys.job_range(group, lane, until_ms))
+            marks[group] = until_ms
+        while rows := self._next_slice(self._ahead, group, lane):
             self._add_timers(group, lane, rows)
             self._on_timers()
-            if len(rows) < SLICE_ROWS:
+            if (lane, group) not in self._ahead:
                 break
-            start = rows[-1][0] + b"\0"
             await asyncio.sleep(0)
+
+    def _next_slice(self, ranges: dict[tuple[int, int], Range], group: int, lane: int) -> Rows:
+        """Read on in the range of a group and lane. The caller takes the rows into memory in the same turn: nothing may change
+        between that and the range's new start."""
+        left = ranges.get((lane, group))
+        if left is None:
+            return []
+        rows = self._store.scan(keys.JOBS, *left, SLICE_ROWS)
+        if len(rows) < SLICE_ROWS:
+            del ranges[lane, group]
+        else:
+            ranges[lane, group] = (rows[-1][0] + b"\0", left[1])
+        return rows
 
     def _reach_ms(self) -> int:
         """How far ahead to read; halved and halved again while the wheels are full."""
@@ -134,15 +167,10 @@ class Loader:
                 await self._rebuild_group(group, lane)
 
     async def _rebuild_group(self, group: int, lane: int) -> None:
-        watermark = self._watermark_ms(group)
-        prefix = keys.job_range(group, lane, 0)[:3]
-        start = self._heads.lower_bound(keys.JOBS, prefix)
-        end = keys.job_range(group, lane, watermark + 1)
-        while rows := self._store.scan(keys.JOBS, start, end, SLICE_ROWS):
+        while rows := self._next_slice(self._behind, group, lane):
             self._restore(group, lane, rows)
-            if len(rows) < SLICE_ROWS:
+            if (lane, group) not in self._behind:
                 break
-            start = rows[-1][0] + b"\0"
             await asyncio.sleep(0)
 
     def _restore(self, group: int, lane: int, rows: Sequence[tuple[bytes, bytes]]) -> None:

@@ -47,7 +47,7 @@ def _open_store(settings: Settings, metrics: Metrics) -> Store:
     data_dir = Path(settings.node.data_dir.replace("{id}", settings.node.id))
     cluster = settings.cluster
     identity = Identity(cluster_name=cluster.name, group_count=cluster.group_count, node_id=settings.node.id)
-    return RocksStore(data_dir, settings.store, identity=identity)
+    return RocksStore(data_dir, settings.store, identity=identity, on_sync_s=metrics.fsync.observe)
 
 
 def _open_clock(settings: Settings, store: Store) -> Clock:

@@ -37,7 +37,8 @@ def setup_logs(*, level: str = "info", format: str = "text", stream: TextIO | No
 def _renderer(format: str, *, colors: bool) -> Processor:
     if format == "json":
         return _render_json
-    return structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=28)
+    # Plain tracebacks: the default of structlog prints local variables, and with them payloads, into the log.
+    return structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=28, exception_formatter=structlog.dev.plain_traceback)
 
 
 def _render_json(_logger: WrappedLogger, _method: str, event: EventDict) -> str:

@@ -27,9 +27,9 @@ class _Head:
 class RangeHeads:
     """Lower bounds by (family, prefix); used for `jobs` by (group, lane) and for `index` by (group, tenant, queue).
 
-    Rules: (1) a put under a prefix is noted before the next `trim`, (2) `trim` is called while no batch that was built waits to be
-    written, (3) what it returns is written before any other batch. A put that is not noted may lie below the bound, where scans do
-    not see it until a restart; it is not deleted, for a range reaches only as far back as the look that found it empty."""
+    Rules: (1) a put under a prefix is noted before the next `trim`, (2) `trim` is called while no batch that was built waits to
+    be written, (3) what it returns is written before any other batch. A put that is not noted may lie below the bound, where
+    scans do not see it until a restart; it is not deleted, for a range goes back only as far as the look that found it empty."""
 
     def __init__(self, store: Store, *, trim_deletions: int = TRIM_DELETIONS, prefixes_max: int = PREFIXES_MAX) -> None:
         self._store = store

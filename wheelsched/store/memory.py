@@ -288,11 +288,12 @@ class SortedRows:
         while chunk_index < len(self.chunks) and len(rows) < limit:
             chunk = self.chunks[chunk_index]
             stop = bisect_left(chunk.keys, end) if end else len(chunk.keys)
-            rows.extend(zip(chunk.keys[row:stop], chunk.values[row:stop], strict=True))
+            upto = min(stop, row + limit - len(rows))
+            rows.extend(zip(chunk.keys[row:upto], chunk.values[row:upto], strict=True))
             if stop < len(chunk.keys):
                 break
             chunk_index, row = chunk_index + 1, 0
-        return rows[: max(limit, 0)]
+        return rows
 
     def scan_back(self, start: bytes, end: bytes, limit: int) -> Rows:
         rows: Rows = []
@@ -301,8 +302,9 @@ class SortedRows:
                 break
             first = bisect_left(chunk.keys, start)
             stop = bisect_left(chunk.keys, end) if end else len(chunk.keys)
+            first = max(first, stop - (limit - len(rows)))
             rows.extend(zip(reversed(chunk.keys[first:stop]), reversed(chunk.values[first:stop]), strict=True))
-        return rows[: max(limit, 0)]
+        return rows
 
     def check(self) -> None:
         """Slow and obvious: sorted, no chunk empty or too long, `_lasts` right."""

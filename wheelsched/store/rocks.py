@@ -51,6 +51,7 @@ class RocksStore:
         fatal: Callable[[str], NoReturn] = exit_now,
         faults: Faults | None = None,
         disk: Callable[[Path], tuple[int, int]] = measure_disk,
+        on_sync_s: Callable[[float], None] | None = None,
     ) -> None:
         """Open the database in `data_dir`, creating it in an empty directory.
 
@@ -79,7 +80,7 @@ class RocksStore:
         self._disk = DiskSpace(self._directory.path, self._directory.db_path, settings, disk)
         self._disk.ensure_ballast()
         self._disk.check()
-        self._syncer = Syncer(self._flush_wal, self._failure)
+        self._syncer = Syncer(self._flush_wal, self._failure, on_sync_s)
 
     # ---- reads
 

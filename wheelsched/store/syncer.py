@@ -19,8 +19,10 @@ _Waiters = list[asyncio.Future[None]]
 class Syncer:
     """Calls `flush` (blocking; an fsync) for those who await `sync`. A failure is latched and never turned into an answer."""
 
-    def __init__(self, flush: Callable[[], None], failure: Failure) -> None:
+    def __init__(self, flush: Callable[[], None], failure: Failure, on_sync_s: Callable[[float], None] | None = None) -> None:
+        """`on_sync_s` is told how long each flush took, on the syncer's thread."""
         self._flush, self._failure = flush, failure
+        self._on_sync_s = on_sync_s
         self._wake = threading.Condition()
         self._waiting: _Waiters = []
         self._stopping = False
@@ -85,8 +87,11 @@ class Syncer:
             except BaseException:  # a test's `fatal` that raises; the real one does not come back
                 return StoreFailed(self._failure.message)
         else:
-            self.recent_ms.append((time.monotonic() - self._started_at) * 1_000)
+            took_s = time.monotonic() - self._started_at
+            self.recent_ms.append(took_s * 1_000)
             self.count += 1
+            if self._on_sync_s is not None:
+                self._on_sync_s(took_s)
             return None
         finally:
             self._started_at = 0.0

@@ -24,11 +24,13 @@ from enum import Enum
 from typing import Any, Final
 
 from wheelsched.core.ids import GROUP_COUNT_DEFAULT, group_of, parse_job_id
-from wheelsched.model.states import FINAL, Status
+from wheelsched.model.states import FINAL
 
 # Instants are rounded to milliseconds on the way out, each by itself.
 ROUNDING_MS: Final = 2
 FINAL_NAMES: Final = frozenset(status.name for status in FINAL)
+# Outcomes that nobody reports; `running`: it has not ended.
+ENDED_BY_TIME: Final = ("lease_expired", "timed_out", "running")
 
 
 class Known(Enum):
@@ -144,10 +146,9 @@ def _faults(
     for call in history.claims.values():
         for job_id, one in call.jobs.items():
             handed[job_id].append((call, one))
-    cancelled = {cancel.job_id for cancel in history.cancels}
     for job_id, found in seen.items():
         yield from _check_attempts(job_id, found, history.claims, handed[job_id])
-        yield from _check_ends(job_id, found, ends[job_id], job_id in cancelled)
+        yield from _check_ends(job_id, found, ends[job_id], history.claims)
         if drained and found.job["status"] not in FINAL_NAMES:
             yield f"never_lost: {job_id} is {found.job['status']} although its queue was drained"
     yield from _check_cancels(history, seen)
@@ -203,15 +204,19 @@ def _check_attempts(
     for call, one in handed:
         if (one.attempt, call.worker) not in rows:
             yield f"never_lost: {job_id} was handed out as attempt {one.attempt} to {call.worker}, of which nothing is known"
-    counted = [row["attempt"] for row in found.attempts if row["outcome"] != "released"]
+    # Released: the next claim has the same number; only a cancelled job has none.
+    cancelled = found.job["status"] == "CANCELLED"
+    counted = [
+        row["attempt"] for row in found.attempts if row["outcome"] != "released" or (cancelled and row is found.attempts[-1])
+    ]
     if counted != list(range(1, found.job["attempt"] + 1)):
         yield f"one_live_lease: {job_id} is at attempt {found.job['attempt']} and has the attempts {counted}"
-    before_ms = _ms(found.job["fire_at"])
+    before_ms = instant_ms(found.job["fire_at"])
     for row in found.attempts:
-        started_ms = _ms(row["started_at"])
+        started_ms = instant_ms(row["started_at"])
         if started_ms < before_ms:
             yield f"never_early: attempt {row['attempt']} of {job_id} starts {before_ms - started_ms} ms before it may"
-        before_ms = _ms(row["ended_at"]) if row["ended_at"] else before_ms
+        before_ms = instant_ms(row["ended_at"]) if row["ended_at"] else before_ms
         yield from _check_claimed(job_id, row, claims)
     one_by_one = sorted((one.attempt, call.sent_at, one.fencing) for call, one in handed)
     for (_, _, lower), (attempt, _, higher) in zip(one_by_one, one_by_one[1:], strict=False):
@@ -223,28 +228,28 @@ def _check_claimed(job_id: str, row: Mapping[str, Any], claims: Mapping[str, Cla
     """One attempt: some claim of ours has it, or may have it, and its lease did not end too early."""
     call = claims.get(row["worker"])
     if call is None or call.known is Known.REFUSED:
-        yield f"one_live_lease: attempt {row['attempt']} of {job_id} went to {row['worker']}, whose claim {'was refused' if call else 'is none of ours'}"
+        what = "whose claim was refused" if call else "who is none of ours"
+        yield f"one_live_lease: attempt {row['attempt']} of {job_id} went to {row['worker']}, {what}"
         return
     if call.known is Known.UNKNOWN:
         return
     one = call.jobs.get(job_id)
     if one is None or one.attempt != row["attempt"]:
         yield f"one_live_lease: attempt {row['attempt']} of {job_id} went to {row['worker']}, whose answer does not hold it"
-    elif row["outcome"] == "lease_expired" and _ms(row["ended_at"]) < one.lease_end_ms - ROUNDING_MS:
-        early_ms = one.lease_end_ms - _ms(row["ended_at"])
+    elif row["outcome"] == "lease_expired" and instant_ms(row["ended_at"]) < one.lease_end_ms - ROUNDING_MS:
+        early_ms = one.lease_end_ms - instant_ms(row["ended_at"])
         yield f"never_early: the lease of attempt {row['attempt']} of {job_id} ended {early_ms} ms before its time"
 
 
-def _check_ends(job_id: str, found: SeenJob, ends: Sequence[End], cancelled: bool) -> Iterator[str]:
+def _check_ends(job_id: str, found: SeenJob, ends: Sequence[End], claims: Mapping[str, ClaimCall]) -> Iterator[str]:
     """The ends we reported against the outcomes on record."""
-    reported = defaultdict(set)
-    for end in ends:
-        reported[end.handed.attempt, end.worker].add(end.outcome)
+    reported = {(end.handed.attempt, end.worker, end.outcome) for end in ends}
     outcomes = {(row["attempt"], row["worker"]): row["outcome"] for row in found.attempts}
     for (attempt, worker), outcome in outcomes.items():
-        by_itself = ("lease_expired", "timed_out", "running") if not cancelled else ("lease_expired", "timed_out", "running", "cancelled")
-        # A claim whose answer was lost may have been given back.
-        if outcome not in by_itself and outcome not in reported[attempt, worker] and (outcome != "released" or reported[attempt, worker]):
+        call = claims.get(worker)
+        # What a claim took whose answer nobody waited for any more goes back by itself.
+        given_back = outcome == "released" and call is not None and call.known is Known.UNKNOWN
+        if outcome not in ENDED_BY_TIME and not given_back and (attempt, worker, outcome) not in reported:
             yield f"one_live_lease: attempt {attempt} of {job_id} ended as {outcome}, which {worker} never reported"
     status = found.job["status"]
     for end in ends:
@@ -289,13 +294,6 @@ def _group(job_id: str) -> int:
     return group_of(parsed, GROUP_COUNT_DEFAULT)
 
 
-def _ms(instant: str) -> int:
-    return round(datetime.fromisoformat(instant).timestamp() * 1000)
-
-
 def instant_ms(instant: str) -> int:
     """Unix milliseconds of an instant as the API writes it."""
-    return _ms(instant)
-
-
-assert Status.SUCCEEDED.name in FINAL_NAMES
+    return round(datetime.fromisoformat(instant).timestamp() * 1000)

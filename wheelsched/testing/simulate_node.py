@@ -227,8 +227,7 @@ class Simulation:
         wanted = Status.CANCELLED if before.status == Status.CANCEL_REQUESTED else wanted
         assert now.status == wanted, f"{name} {Status(now.status).name} after its lease ran out, expected {wanted.name}"
         if wanted is Status.RETRYING:
-            failures = before.attempt - before.attempt_base
-            bound_ms = min(before.max_backoff_ms, before.initial_backoff_ms << (failures - 1))
+            bound_ms = min(before.max_backoff_ms, before.initial_backoff_ms << (before.attempt - 1))
             ended_at_ms = self.node.now_ms - (mono_ms - ended_ms)
             assert ended_at_ms <= now.next_attempt_at_ms <= ended_at_ms + bound_ms, f"{name} backoff {now}"
         job.state, job.wall_max_ms = now, self.node.now_ms
@@ -326,7 +325,7 @@ class Simulation:
             {"run_at_ms": self.node.now_ms - 1}, {"labels": {"a": "b"}},
         ))  # fmt: skip
         if job is not None:
-            changeable = job.expected() is Status.SCHEDULED and job.state.attempt == 0
+            changeable = job.expected() is Status.SCHEDULED and job.state.attempt == job.state.attempt_base
             refusals = () if changeable else ("job-not-scheduled",)
             await self._change(job, lambda job_id: self.node.update(job_id, **changes), refusals)
 

@@ -1,0 +1,718 @@
+"""Rounds of `kill -9` under load, and a check that the node kept its word. For a node that runs as a process of its own.
+
+    python -m wheelsched.testing.crash --rounds 200 --seed 7              # kills; --data-dir keeps the directory for a look
+    python -m wheelsched.testing.crash --rounds 200 --seed 7 --cut-wal    # and each time loses a part of what was not synced
+
+Clients create (single, in batches, with keys sent again and again, with delays, flexible), claim, heartbeat, end attempts every way
+there is, abandon some, and cancel. At a random instant the node gets SIGKILL, and starts again in the same directory; now and then it
+gets it while it starts. In the end workers drain the queues, and `history.check` compares what the clients know with what the node tells.
+
+**What may be cut.** A killed process loses nothing that it had handed to the kernel; a power cut loses what no fsync covered. The sizes
+of the WAL files when an answer arrives say too little about that, for by then others have written on. So with `--cut-wal` the node
+itself notes, at each sync, how long its WAL files are before the fsync begins (`Faults.on_sync`), and appends those lengths to a file of
+ours after the fsync has returned and before anybody is told: before the store's own mark of it is written, and so before any answer
+leaves. After the kill every byte beyond the last noted length of a WAL file is one that no acknowledgement rests on, and the end of
+the file is cut off at a random one of them. Everything before has to be there, else the answers were lies. The store cannot be helped by
+its mark (store/mark.py): that tells of less than was noted, never more.
+
+Nodes are forked from a process that has imported everything (`forkserver`), so that a start takes a fifth of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import functools
+import json
+import multiprocessing
+import os
+import random
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from wheelsched.core.settings import StoreSettings
+from wheelsched.store.directory import DB_NAME
+from wheelsched.store.mark import SyncedMark
+from wheelsched.store.rocks import RocksStore
+from wheelsched.testing.history import Cancelling, ClaimCall, Creation, End, Handed, History, Known, SeenJob, check, instant_ms
+
+START_S_MAX: Final = 60.0
+CALL_S_MAX: Final = 20.0
+DRAIN_S_MAX: Final = 120.0
+# The audit looks at what has been due for 5 s; it is asked to look often, and waited for once, at the end.
+AUDIT_INTERVAL_S: Final = 1
+AUDIT_GRACE_S: Final = 6.0
+ROUND_S: Final = (0.05, 1.0)
+KILLED_AT_START: Final = 0.15  # share of rounds that also kill the node while it starts
+QUEUES: Final = ("a", "b")
+STILL: Final = "still"  # a queue that nobody claims from until the end: its jobs outlive every round
+LEASES_S: Final = (1, 2, 3)
+RETRY: Final = {"max_attempts": 4, "initial_backoff_s": 0.2, "max_backoff_s": 1}
+_PR_SET_PDEATHSIG: Final = 1
+
+_processes = multiprocessing.get_context("forkserver")
+
+
+# --- a node that can be killed --------------------------------------------------------------------------------------------------
+
+
+class NodeFailed(RuntimeError):
+    """A node ended, or did not answer, when it should have."""
+
+
+class NodeProcess:
+    """`wheelsched dev` as a process. One directory, any number of lives; `log_path` collects what they write to stderr."""
+
+    def __init__(
+        self, data_dir: Path, *, settings: Mapping[str, object] | None = None, arguments: Sequence[str] = (), notes: Path | None = None
+    ) -> None:
+        """`settings`: dotted keys, as in the reference file; `notes`: where the lengths of synced WAL files are noted."""
+        self.data_dir = data_dir
+        self.settings = dict(settings or {})
+        self.arguments = tuple(arguments)
+        self.notes = notes
+        self.log_path = data_dir.with_name(data_dir.name + ".log")
+        self._out_path = data_dir.with_name(data_dir.name + ".out")
+        self._process: Any = None
+        self.url = ""
+
+    def spawn(self) -> None:
+        """Begin to start; `wait_ready` tells when it answers."""
+        assert self._process is None, "it runs"
+        # Most of a start is importing, which the fork server does once.
+        _processes.set_forkserver_preload(["wheelsched.testing.crash", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"])
+        self._out_path.write_bytes(b"")
+        environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
+        arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
+        files = (str(self._out_path), str(self.log_path))
+        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, self.notes), daemon=True)
+        self._process.start()
+
+    def wait_ready(self, timeout_s: float = START_S_MAX) -> str:
+        """Block until it listens; its URL."""
+        give_up = time.monotonic() + timeout_s
+        while not (out := self._out_path.read_text()).endswith("\n"):
+            if not self._process.is_alive():
+                raise NodeFailed(f"the node ended with code {self.exit_code()} while it started:\n{self.log_tail()}")
+            if time.monotonic() > give_up:
+                raise NodeFailed(f"the node did not listen within {timeout_s:g} s:\n{self.log_tail()}")
+            time.sleep(0.005)
+        self.url = json.loads(out)["url"]
+        return self.url
+
+    def start(self, timeout_s: float = START_S_MAX) -> str:
+        """Start; return its URL when it listens."""
+        self.spawn()
+        return self.wait_ready(timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        return int(self._process.pid)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. Nothing happens where it does not run."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def terminate(self, timeout_s: float = 20.0) -> tuple[int, float]:
+        """SIGTERM; (exit code, seconds it took)."""
+        began = time.monotonic()
+        self._process.terminate()
+        self._process.join(timeout_s)
+        took_s = time.monotonic() - began
+        if self._process.is_alive():
+            self.kill()
+            raise NodeFailed(f"the node did not end within {timeout_s:g} s of SIGTERM:\n{self.log_tail()}")
+        return self.exit_code(), took_s
+
+    def exit_code(self, timeout_s: float = 20.0) -> int:
+        """Wait for its end; negative: the signal."""
+        self._process.join(timeout_s)
+        code = self._process.exitcode
+        if code is None:
+            raise NodeFailed(f"the node has not ended within {timeout_s:g} s")
+        self._process = None
+        return int(code)
+
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def log_faults(self) -> list[str]:
+        """Lines that no node should ever write: tracebacks, errors, repairs."""
+        return [line for line in self.log().splitlines() if "Traceback" in line or '"level":"error"' in line or "audit_repair" in line]
+
+
+def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str, str], notes: Path | None) -> None:
+    """The forked process, from here on the node."""
+    # Whoever started us may be killed as well, with no chance to clean up.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    for descriptor, path in zip((1, 2), files, strict=True):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(environment)
+    if notes is not None:
+        from wheelsched.node import build
+
+        build.RocksStore = functools.partial(NotedStore, notes=notes)  # type: ignore[misc, assignment]
+    from wheelsched.cli import main
+
+    sys.argv = ["wheelsched", *arguments]
+    main()
+
+
+# --- what is synced -------------------------------------------------------------------------------------------------------------
+
+
+class NotedStore(RocksStore):
+    """A store that notes in a file how long its WAL files were when a sync that has succeeded began."""
+
+    def __init__(self, data_dir: str | Path, settings: StoreSettings, *, notes: Path, **others: Any) -> None:
+        note = _Notes(Path(data_dir) / DB_NAME, notes)
+        super().__init__(data_dir, settings, faults=note, **others)
+        # In front of the store's own mark: a kill between the two must find the note.
+        self._mark = _NotedMark(self._mark, note)  # type: ignore[assignment]
+
+
+class _Notes:
+    """Lengths seen before an fsync, written down after it. Implements `Faults`."""
+
+    def __init__(self, db_path: Path, notes: Path) -> None:
+        self._db_path = db_path
+        # A kill may have cut the last line short; what follows begins a line of its own.
+        self._file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(self._file, b"\n")
+        self._seen: list[tuple[str, int]] = []
+
+    def on_write(self) -> None:
+        pass
+
+    def on_sync(self) -> None:
+        self._seen = wal_lengths(self._db_path)
+
+    def write_down(self) -> None:
+        os.write(self._file, b"".join(b"%s %d\n" % (name.encode(), length) for name, length in self._seen))
+
+
+class _NotedMark:
+    def __init__(self, mark: SyncedMark, notes: _Notes) -> None:
+        self._mark, self._notes = mark, notes
+
+    def read(self) -> int:
+        return self._mark.read()
+
+    def write(self, sequence: int) -> None:
+        self._notes.write_down()
+        self._mark.write(sequence)
+
+    def close(self) -> None:
+        self._mark.close()
+
+
+def wal_lengths(db_path: Path) -> list[tuple[str, int]]:
+    """(name, bytes) of the WAL files, oldest first."""
+    found = []
+    for path in sorted(db_path.glob("*.log")):
+        with suppress(FileNotFoundError):  # dropped meanwhile: its rows lie in a table now
+            found.append((path.name, path.stat().st_size))
+    return found
+
+
+def synced_lengths(notes: Path) -> dict[str, int]:
+    """The longest length noted of each WAL file. Names are never used twice."""
+    lengths: dict[str, int] = {}
+    for line in notes.read_text().splitlines():
+        name, _, length = line.partition(" ")
+        if length.isdigit():
+            lengths[name] = max(lengths.get(name, 0), int(length))
+    return lengths
+
+
+def cut_wal(db_path: Path, notes: Path, rng: random.Random) -> tuple[int, int]:
+    """Cut the end of the newest WAL file off at a random byte of what was not synced: (bytes that were not, bytes cut)."""
+    files = wal_lengths(db_path)
+    if not files:
+        return 0, 0
+    name, length = files[-1]
+    synced = min(synced_lengths(notes).get(name, 0), length)
+    kept = rng.randint(synced, length)
+    os.truncate(db_path / name, kept)
+    return length - synced, length - kept
+
+
+# --- clients --------------------------------------------------------------------------------------------------------------------
+
+
+class _Interrupted(Exception):
+    """No answer came. `sent` False: the node cannot have seen the call."""
+
+    def __init__(self, sent: bool) -> None:
+        super().__init__(sent)
+        self.sent = sent
+
+
+class Clients:
+    """Callers of one node that is away now and then: while it is, they wait for `resume`."""
+
+    def __init__(self, history: History, rng: random.Random) -> None:
+        self.history = history
+        self.rng = rng
+        self._url = ""
+        self._up = asyncio.Event()
+        self._session: aiohttp.ClientSession | None = None
+        self._call_count = 0
+        self.jobs: list[str] = []  # ids of acknowledged ones, oldest first
+        self.keyed: list[tuple[Creation, dict[str, Any]]] = []
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        timeout = aiohttp.ClientTimeout(total=CALL_S_MAX)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as self._session:
+            yield
+
+    def resume(self, url: str) -> None:
+        self._url = url
+        self._up.set()
+
+    def pause(self) -> None:
+        self._up.clear()
+
+    async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
+        """(status, JSON of the answer). Raises `_Interrupted`."""
+        assert self._session is not None
+        await self._up.wait()
+        try:
+            async with self._session.request(method, self._url + path, json=body, headers=headers) as answer:
+                return answer.status, json.loads(await answer.read())
+        except aiohttp.ClientConnectorError:
+            raise _Interrupted(sent=False) from None
+        except (aiohttp.ClientError, TimeoutError):
+            raise _Interrupted(sent=True) from None
+
+    async def read(self, path: str) -> Any:
+        """The JSON of a GET that has to succeed."""
+        status, answer = await self.call("GET", path)
+        if status != 200:
+            raise NodeFailed(f"GET {path}: {status} {answer}")
+        return answer
+
+    async def forever(self, act: Callable[[], Awaitable[None]], pause_s: float) -> None:
+        while True:
+            await self._up.wait()
+            with suppress(_Interrupted):
+                await act()
+            await asyncio.sleep(self.rng.uniform(0, pause_s))
+
+    # Creating.
+
+    def _new(self, *, keyed: bool = False) -> tuple[Creation, dict[str, Any]]:
+        number = len(self.history.creations)
+        rng = self.rng
+        body: dict[str, Any] = {
+            "queue": STILL if rng.random() < 0.05 else rng.choice(QUEUES),
+            "payload": {"number": number, "filler": "x" * rng.choice((0, 10, 100, 2_000))},
+            "priority": rng.choice(("critical", "default", "bulk")),
+            "retry": RETRY,
+        }
+        if rng.random() < 0.6:
+            body["delay_s"] = round(rng.uniform(0, 2), 3)
+        if rng.random() < 0.2:
+            body["timing"] = {"class": "flexible", "window_s": 2}
+        creation = Creation(number, body["queue"], f"key-{number}" if keyed else "")
+        self.history.creations[number] = creation
+        return creation, body
+
+    def _note(self, creation: Creation, status: int, answer: Any) -> None:
+        if status in (200, 201):
+            creation.known = Known.DONE
+            creation.answered_count += 1
+            creation.job_ids.add(answer["job_id"])
+            self.jobs.append(answer["job_id"])
+        elif creation.known is not Known.DONE and not creation.unknown_count:
+            creation.known = Known.REFUSED
+
+    @staticmethod
+    def _lost(creation: Creation, cut: _Interrupted) -> None:
+        if cut.sent:
+            creation.unknown_count += 1
+            creation.known = creation.known if creation.known is Known.DONE else Known.UNKNOWN
+        elif not creation.unknown_count and creation.known is not Known.DONE:
+            creation.known = Known.REFUSED
+
+    async def create(self) -> None:
+        creation, body = self._new()
+        try:
+            status, answer = await self.call("POST", "/v1/jobs", body)
+        except _Interrupted as cut:
+            self._lost(creation, cut)
+            raise
+        self._note(creation, status, answer)
+
+    async def create_keyed(self) -> None:
+        """A new key until it is answered, or one that was answered long ago once more."""
+        again = self.keyed and self.rng.random() < 0.3
+        creation, body = self.rng.choice(self.keyed) if again else self._new(keyed=True)
+        while True:
+            try:
+                status, answer = await self.call("POST", "/v1/jobs", body, {"Idempotency-Key": creation.key})
+            except _Interrupted as cut:
+                self._lost(creation, cut)
+                continue
+            self._note(creation, status, answer)
+            if creation.known is Known.DONE:
+                break
+            await asyncio.sleep(0.05)
+        if not again:
+            self.keyed.append((creation, body))
+
+    async def create_batch(self) -> None:
+        items = [self._new() for _ in range(self.rng.randint(2, 20))]
+        try:
+            status, answer = await self.call("POST", "/v1/jobs:batch", {"jobs": [body for _, body in items]})
+        except _Interrupted as cut:
+            for creation, _ in items:
+                self._lost(creation, cut)
+            raise
+        results = answer["results"] if status == 200 else [{"status": status}] * len(items)
+        for (creation, _), result in zip(items, results, strict=True):
+            self._note(creation, result["status"], result.get("job"))
+
+    async def produce(self) -> None:
+        act = self.rng.choices((self.create, self.create_keyed, self.create_batch), (6, 3, 1))[0]
+        await act()
+
+    # Working.
+
+    async def claim(self, queues: Sequence[str], *, jobs_max: int, lease_s: int, wait_s: float) -> ClaimCall:
+        self._call_count += 1
+        call = ClaimCall(f"w-{self._call_count}", time.monotonic())
+        body = {"queues": queues, "max": jobs_max, "lease_s": lease_s, "wait_s": wait_s, "worker": call.worker}
+        await self._up.wait()
+        self.history.claims[call.worker] = call
+        try:
+            status, answer = await self.call("POST", "/v1/claims", body)
+        except _Interrupted as cut:
+            call.known = Known.UNKNOWN if cut.sent else Known.REFUSED
+            raise
+        call.answered_at = time.monotonic()
+        call.known = Known.DONE if status == 200 else Known.REFUSED
+        for job in answer.get("jobs", ()):
+            call.jobs[job["job_id"]] = Handed(
+                job["job_id"], job["attempt"], job["fencing_token"], job["lease_token"], instant_ms(job["lease_expires_at"])
+            )
+        return call
+
+    async def end(self, handed: Handed, worker: str, outcome: str) -> None:
+        """Report an end until it is answered."""
+        end = End(handed, worker, outcome)
+        self.history.ends.append(end)
+        path = f"/v1/attempts/{handed.token}:" + ("release" if outcome == "released" else "complete")
+        body = None if outcome == "released" else {"outcome": outcome, "error": outcome}
+        while True:
+            try:
+                status, answer = await self.call("POST", path, body)
+            except _Interrupted:
+                continue
+            if status != 503:
+                break
+            await asyncio.sleep(0.05)
+        self._note_end(end, status, answer.get("status"))
+
+    def _note_end(self, end: End, status: int, job_status: Any) -> None:
+        # Stale, but perhaps because an answer to this very report was lost: nothing is known then.
+        end.known = Known.DONE if status == 200 else Known.UNKNOWN
+        end.status = str(job_status) if status == 200 else ""
+
+    async def end_many(self, jobs: Sequence[Handed], worker: str) -> None:
+        """Success for all, in one call, until it is answered."""
+        ends = [End(handed, worker, "succeeded") for handed in jobs]
+        self.history.ends += ends
+        completions = [{"token": handed.token, "outcome": "succeeded"} for handed in jobs]
+        while True:
+            try:
+                status, answer = await self.call("POST", "/v1/attempts:complete", {"completions": completions})
+            except _Interrupted:
+                continue
+            if status == 200 and not any(result["status"] == 503 for result in answer["results"]):
+                break
+            await asyncio.sleep(0.05)
+        for end, result in zip(ends, answer["results"], strict=True):
+            self._note_end(end, result["status"], result.get("job_status"))
+
+    async def heartbeat(self, handed: Handed) -> None:
+        status, answer = await self.call("POST", f"/v1/attempts/{handed.token}:heartbeat", {"lease_s": self.rng.choice(LEASES_S)})
+        if status == 200:
+            handed.lease_end_ms = instant_ms(answer["lease_expires_at"])
+
+    async def work(self) -> None:
+        """Claim some jobs and do something with each of them."""
+        rng = self.rng
+        call = await self.claim(
+            rng.sample(QUEUES, len(QUEUES)), jobs_max=rng.choice((1, 1, 3, 10)), lease_s=rng.choice(LEASES_S), wait_s=rng.choice((0, 0.3))
+        )
+        jobs = list(call.jobs.values())
+        if len(jobs) > 2 and rng.random() < 0.5:
+            await self.end_many(jobs, call.worker)
+            return
+        for handed in jobs:
+            if rng.random() < 0.15:
+                with suppress(_Interrupted):
+                    await self.heartbeat(handed)
+            outcomes = ("succeeded", "retryable_failure", "fatal_failure", "released", "abandoned")
+            outcome = rng.choices(outcomes, (70, 12, 5, 5, 4))[0]
+            if outcome != "abandoned":
+                await self.end(handed, call.worker, outcome)
+
+    async def cancel(self) -> None:
+        if not self.jobs:
+            return
+        cancel = Cancelling(self.rng.choice(self.jobs[-200:]))
+        self.history.cancels.append(cancel)
+        try:
+            status, answer = await self.call("DELETE", f"/v1/jobs/{cancel.job_id}")
+        except _Interrupted as cut:
+            cancel.known = Known.UNKNOWN if cut.sent else Known.REFUSED
+            raise
+        cancel.answered_at = time.monotonic()
+        cancel.known = Known.DONE if status in (200, 202) else Known.REFUSED
+        cancel.status = str(answer.get("status"))
+
+    # The end.
+
+    async def drain(self) -> None:
+        """Work until every job is final."""
+        give_up = time.monotonic() + DRAIN_S_MAX
+        waiting = "&".join(f"status={name}" for name in ("SCHEDULED", "QUEUED", "RUNNING", "RETRYING", "CANCEL_REQUESTED"))
+        while True:
+            call = await self.claim((*QUEUES, STILL), jobs_max=100, lease_s=3, wait_s=0.2)
+            if call.jobs:
+                await self.end_many(list(call.jobs.values()), call.worker)
+                continue
+            left = (await self.read(f"/v1/jobs?{waiting}&limit=5"))["jobs"]
+            if not left:
+                return
+            if time.monotonic() > give_up:
+                raise NodeFailed(f"jobs that never end: {left}")
+
+    async def see(self) -> tuple[dict[str, SeenJob], dict[str, dict[str, int]]]:
+        """Every job with its attempts, and the depth of every queue by status."""
+        jobs: dict[str, Any] = {}
+        cursor = ""
+        while cursor is not None:
+            page = await self.read("/v1/jobs?limit=1000" + (f"&cursor={cursor}" if cursor else ""))
+            for job in page["jobs"]:
+                if job["job_id"] in jobs:
+                    raise NodeFailed(f"the listing gives {job['job_id']} twice")
+                jobs[job["job_id"]] = job
+            cursor = page["next_cursor"]
+        seen: dict[str, SeenJob] = {}
+        names = iter(list(jobs))
+
+        async def look() -> None:
+            for job_id in names:
+                attempts = (await self.read(f"/v1/jobs/{job_id}/attempts"))["attempts"]
+                seen[job_id] = SeenJob(jobs[job_id], attempts)
+
+        await asyncio.gather(*(look() for _ in range(8)))
+        queues = (await self.read("/v1/queues"))["queues"]
+        depths = {queue["name"]: {status: sum(row.values()) for status, row in queue["depth"].items()} for queue in queues}
+        return seen, depths
+
+
+# --- the run --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`producers` and `workers`: how many of each run at once."""
+
+    rounds: int = 12
+    seed: int = 0
+    cut_wal: bool = False
+    producers: int = 3
+    workers: int = 3
+
+
+@dataclass(slots=True)
+class Report:
+    """What a run did and found. `faults` empty: the node kept its word."""
+
+    plan: Plan
+    kills: int = 0
+    starts_killed: int = 0
+    unsynced_bytes: int = 0
+    cut_bytes: int = 0
+    cut_rounds: int = 0
+    start_s_max: float = 0.0
+    took_s: float = 0.0
+    jobs: int = 0
+    attempts: int = 0
+    sweeps: int = 0
+    counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        plan = self.plan
+        told = [
+            f"{plan.rounds} rounds, seed {plan.seed}, {self.took_s:.1f} s: {self.kills} kills, {self.starts_killed} of them while starting;"
+            f" slowest start {self.start_s_max:.2f} s",
+        ]
+        if plan.cut_wal:
+            told.append(
+                f"WAL cut in {self.cut_rounds} rounds: {self.cut_bytes:,} of {self.unsynced_bytes:,} bytes that were not synced"
+            )
+        told += [f"{name:12}  {done:7,} acknowledged  {refused:6,} refused  {unknown:6,} unknown" for name, (done, refused, unknown) in self.counts.items()]
+        told.append(f"{self.jobs:,} jobs with {self.attempts:,} attempts on record, all final; {self.sweeps} audit sweeps")
+        told += self.faults[:50] or ["0 lost, 0 triggered twice, 0 ends lost, tokens grow, 0 audit repairs"]
+        return told
+
+
+async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda _line: None) -> Report:
+    """Play a plan in a directory that is empty or not there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    notes = directory / "synced" if plan.cut_wal else None
+    node = NodeProcess(directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes)
+    rng = random.Random(plan.seed)
+    report = Report(plan)
+    history = History()
+    clients = Clients(history, random.Random(plan.seed + 1))
+    began = time.monotonic()
+    try:
+        async with clients.session():
+            async with asyncio.TaskGroup() as tasks:
+                acts = [(clients.produce, 0.02)] * plan.producers + [(clients.work, 0.01)] * plan.workers + [(clients.cancel, 0.1)]
+                running = [tasks.create_task(clients.forever(act, pause_s), name=act.__name__) for act, pause_s in acts]
+                for number in range(plan.rounds):
+                    await _play_round(node, clients, rng, report)
+                    if (number + 1) % 10 == 0:
+                        tell(f"round {number + 1}: {len(history.creations)} jobs asked for, {time.monotonic() - began:.0f} s")
+                for task in running:
+                    task.cancel()
+            await _judge(node, clients, report)
+    finally:
+        node.kill()
+    report.took_s = time.monotonic() - began
+    return report
+
+
+async def _play_round(node: NodeProcess, clients: Clients, rng: random.Random, report: Report) -> None:
+    """Start, let the clients work, kill."""
+    if rng.random() < KILLED_AT_START:
+        node.spawn()
+        await asyncio.sleep(rng.uniform(0, 0.4))
+        await _kill(node, rng, report)
+        report.starts_killed += 1
+    await _start(node, report)
+    clients.resume(node.url)
+    await _check_newest(clients)
+    await asyncio.sleep(rng.uniform(*ROUND_S))
+    if not node.is_alive:
+        raise NodeFailed(f"the node ended by itself with code {node.exit_code()}:\n{node.log_tail()}")
+    clients.pause()
+    await _kill(node, rng, report)
+
+
+async def _start(node: NodeProcess, report: Report) -> None:
+    began = time.monotonic()
+    await asyncio.to_thread(node.start)
+    report.start_s_max = max(report.start_s_max, time.monotonic() - began)
+
+
+async def _kill(node: NodeProcess, rng: random.Random, report: Report) -> None:
+    await asyncio.to_thread(node.kill)
+    report.kills += 1
+    if node.notes is not None and node.notes.exists():
+        unsynced, cut = cut_wal(node.data_dir / DB_NAME, node.notes, rng)
+        report.unsynced_bytes += unsynced
+        report.cut_bytes += cut
+        report.cut_rounds += cut > 0
+
+
+async def _check_newest(clients: Clients) -> None:
+    """The jobs acknowledged last, at once: a loss is easier to explain in its own round."""
+    for job_id in clients.jobs[-10:]:
+        with suppress(_Interrupted):
+            status, _ = await clients.call("GET", f"/v1/jobs/{job_id}")
+            if status != 200:
+                raise NodeFailed(f"never_lost: {job_id} was acknowledged before the last kill; GET answers {status}")
+
+
+async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
+    """Audit, drain, look, compare."""
+    await _start(node, report)
+    clients.resume(node.url)
+    await asyncio.sleep(AUDIT_GRACE_S)
+    swept = (await clients.read("/status"))["audit"]["sweeps"]
+    while (await clients.read("/status"))["audit"]["sweeps"] < swept + 2:
+        await asyncio.sleep(0.2)
+    await clients.drain()
+    seen, depths = await clients.see()
+    report.jobs, report.attempts = len(seen), sum(len(found.attempts) for found in seen.values())
+    report.counts = clients.history.counts()
+    report.faults = check(clients.history, seen, depths)
+    status = await clients.read("/status")
+    report.sweeps = status["audit"]["sweeps"]
+    if status["audit"]["repairs"]:
+        report.faults.append(f"audit: {status['audit']['repairs']} repairs")
+    if status["in_flight"] or status["ready_jobs"]["count"]:
+        report.faults.append(f"depth_adds_up: {status['in_flight']} in flight, {status['ready_jobs']['count']} ready after the drain")
+    report.faults += [f"log: {line[:500]}" for line in node.log_faults()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m wheelsched.testing.crash", description="Kill a node under load, and check its word.")
+    usual = Plan()
+    parser.add_argument("--rounds", type=int, default=usual.rounds)
+    parser.add_argument("--seed", type=int, default=None, help="of the instants of the kills and of what clients do; default: a new one")
+    parser.add_argument("--cut-wal", action="store_true", help="after each kill, cut off a part of what was not synced")
+    parser.add_argument("--producers", type=int, default=usual.producers)
+    parser.add_argument("--workers", type=int, default=usual.workers)
+    parser.add_argument("--data-dir", type=Path, help="kept, with the node's log beside it; default: a directory that goes if all is well")
+    given = parser.parse_args(arguments)
+    seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    plan = Plan(given.rounds, seed, given.cut_wal, given.producers, given.workers)
+    directory = given.data_dir or Path(tempfile.mkdtemp(prefix="wheelsched-crash-"))
+    try:
+        report = asyncio.run(run(plan, directory, lambda line: print(line, flush=True)))
+        faults = report.faults
+        print("\n".join(report.lines()))
+    except* NodeFailed as group:
+        faults = [str(error) for error in group.exceptions]
+        print("\n".join(faults))
+    if faults:
+        options = f"--rounds {plan.rounds} --seed {plan.seed}" + (" --cut-wal" if plan.cut_wal else "")
+        print(f"FAILED; everything is in {directory}. Again: python -m wheelsched.testing.crash {options}")
+        return 1
+    if given.data_dir is None:
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
