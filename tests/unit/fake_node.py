@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from wheelsched.api import Server, serve
-
 from wheelsched.core.errors import WheelschedError
 from wheelsched.core.ids import new_job_id
 from wheelsched.core.settings import Settings
@@ -142,9 +141,7 @@ class FakeNode:
         if state.status == Status.DISCARDED:
             return None
         if is_final(state):
-            row = self._store.get(
-                keys.DONE, keys.done_key(0, state.tenant, state.queue, state.status, state.fire_at_ms, state.job_id)
-            )
+            row = self._store.get(keys.DONE, keys.done_key(0, state.tenant, state.queue, state.status, state.fire_at_ms, state.job_id))
             assert row is not None
             done = decode_done(row)
             spec, payload = split_job(done.job)
@@ -245,9 +242,7 @@ class FakeNode:
         self.apply([Release(job.state.job_id, job.state.attempt, job.state.fencing) for job in jobs])
         self.given_back_event.set()
 
-    async def heartbeat(
-        self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
-    ) -> HeartbeatReply:
+    async def heartbeat(self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None) -> HeartbeatReply:
         state = self._state(job_id)
         if state is None or state.status not in LEASED or (state.attempt, state.fencing) != (attempt, fencing):
             return HeartbeatReply("stale-lease", f"attempt {attempt} is no longer the current one; claim again")

@@ -111,13 +111,11 @@ class Api:
         given = headers.get("X-Request-Id")
         return given if given is not None and _ID.match(given) is not None else next(self._request_ids)
 
-    def _request(
-        self, method: str, path: str, query: str, name: str, headers: Mapping[str, str], request_id: str, route: Route
-    ) -> Request:
+    def _request(self, method: str, path: str, query: str, name: str, headers: Mapping[str, str], request_id: str, route: Route) -> Request:
         request = Request(method, path, headers, b"", request_id, _decoded(name) if "%" in name else name)
         if route.strict:
             accept = headers.get("Accept")
-            if accept is not None and accept != "*/*" and accept != "application/json":  # noqa: PLR1714
+            if accept is not None and accept != "*/*" and accept != "application/json":
                 self._check_accept(accept)
             if query:
                 request.query = _query(query, route)

@@ -138,9 +138,7 @@ async def complete(api: Api, request: Request) -> Response:
     model = bodies.decode(_decode_completion, request.body)
     outcome, error, result, retry_after_ms = _completion(api, model)
     job_id, attempt, fencing = _token(request.name)
-    reply = await api.node.complete(
-        job_id, attempt, fencing, outcome=outcome, error=error, result=result, retry_after_ms=retry_after_ms
-    )
+    reply = await api.node.complete(job_id, attempt, fencing, outcome=outcome, error=error, result=result, retry_after_ms=retry_after_ms)
     if reply.refusal:
         raise refusal(reply)
     return ok(b"{" + _ended(reply, "status") + b"}")
@@ -256,5 +254,3 @@ async def release(api: Api, request: Request) -> Response:
     # A released job was due when it was claimed, so it is due.
     status = "CANCELLED" if state.status == Status.CANCELLED else "QUEUED"
     return ok(f'{{"job_id":"{ids.format_job_id(job_id)}","status":"{status}"}}'.encode())
-
-

@@ -106,7 +106,7 @@ def _colons(value: Any) -> int:
     """How many colons the JSON of a decoded model holds, if nothing was dropped and no colon of a string was escaped. It rests on
     UNSET being what every member has that was not sent: no model of a request has another default."""
     kind = type(value)
-    if kind is str:
+    if isinstance(value, str):
         return value.count(":")
     if kind is Raw:
         return bytes(value).count(b":")
@@ -236,10 +236,12 @@ _NOT_JSON: Final = (b"NaN", b"Infinity", b"-Infinity", b"-NaN")
 _PATH: Final = re.compile(r" - at (`key` in )?`\$([^`]*)`$")
 _STEP: Final = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
 _EXPECTED: Final = re.compile(r"Expected `([^`]*)`(.*)")
+_BOUND: Final = re.compile(r"(>=|<=|>|<) ([-0-9.e+]+)")
 _WORDS: Final = {
     "str": "a string", "int": "an integer", "float": "a number", "bool": "true or false", "object": "an object",
     "array": "an array", "null": "null",
 }  # fmt: skip
+_KINDS: Final = {str: "str", int: "int", float: "float", bool: "bool", dict: "object", list: "array", type(None): "null"}
 _WAYS_OUT: Final = {
     "lease_s": "heartbeat to extend a lease instead",
     "wait_s": "claim again when it runs out",
@@ -292,16 +294,18 @@ def explain(message: str, body: bytes) -> Fault:
         return _fault(steps, f"{_place(steps)}: {what}")
     place = f"a name in {_place(steps)}" if in_key else _place(steps)
     kind, rest = expected[1], expected[2]
-    if rest.startswith(", got"):
+    bound = _BOUND.search(rest)
+    if bound is None:
         kinds = " or ".join(_WORDS.get(word, word) for word in kind.split(" | "))
-        return _fault(steps, f"{place} {_shown(value)} is {_WORDS.get(rest.split('`')[1], 'something else')}; it has to be {kinds}")
-    return _fault(steps, f"{place} {_bound(kind, rest, value)}{_way_out(steps)}")
+        # msgspec says what it got, but for the tag of a union.
+        got = rest.split("`")[1] if rest.startswith(", got") else _KINDS.get(type(value), "")
+        return _fault(steps, f"{place} {_shown(value)} is {_WORDS.get(got, 'something else')}; it has to be {kinds}")
+    return _fault(steps, f"{place} {_bound(kind, bound, value)}{_way_out(steps)}")
 
 
-def _bound(kind: str, rest: str, value: Any) -> str:
+def _bound(kind: str, bound: re.Match[str], value: Any) -> str:
     """`50000 is above 43200`, `has 1001 items, above 1000`."""
-    sign, number = re.findall(r"(>=|<=|>|<) ([-0-9.e+]+)", rest)[0]
-    number = number.removesuffix(".0")
+    sign, number = bound[1], bound[2].removesuffix(".0")
     word = {">=": "below", "<=": "above", ">": "not above", "<": "not below"}[sign]
     if kind in ("int", "float") or value is _MISSING:
         return f"{_shown(value)} is {word} {number}"
@@ -409,4 +413,3 @@ def _first(pair: tuple[str, Any]) -> str:
 
 def _number(text: str) -> tuple[str, str]:
     return ("#", text)
-

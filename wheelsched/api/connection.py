@@ -251,7 +251,9 @@ class Connection(BaseProtocol):
         if self.is_refused:
             most = self._server.connections_max
             return self._api.unreadable(
-                Unavailable(f"{most} connections are open already (http.connections_max); share connections, or come back later", retry_after_s=1)
+                Unavailable(
+                    f"{most} connections are open already (http.connections_max); share connections, or come back later", retry_after_s=1
+                )
             )
         return await self._api.handle(message.method, message.path, message.headers, self)
 
@@ -399,5 +401,3 @@ def _body_too_large(size: str, bytes_max: int) -> PayloadTooLarge:
 def http_date(now_s: int) -> bytes:
     """The header line `Date` (RFC 9110, 6.6.1)."""
     return b"Date: %b\r\n" % formatdate(now_s, usegmt=True).encode()
-
-

@@ -69,7 +69,9 @@ class Counters:
             "# TYPE wheelsched_http_requests_total counter",
         ]
         for labels, call in seen:
-            lines += (f'wheelsched_http_requests_total{{{labels},status="{status}"}} {count}' for status, count in sorted(call.statuses.items()))
+            lines += (
+                f'wheelsched_http_requests_total{{{labels},status="{status}"}} {count}' for status, count in sorted(call.statuses.items())
+            )
         lines += (
             "# HELP wheelsched_http_request_seconds From the request's last header to its answer, waits of claims included.",
             "# TYPE wheelsched_http_request_seconds histogram",

@@ -24,7 +24,7 @@ from wheelsched.core.errors import (
     WheelschedError,
 )
 from wheelsched.model.commands import Cancel, Create, Discard, Redrive, Reply, RunNow, Update
-from wheelsched.model.rows import JobSpec, JobState, encode_spec
+from wheelsched.model.rows import AttemptRow, JobSpec, JobState, encode_spec
 from wheelsched.model.states import Status
 from wheelsched.node.face import JobFilter, JobRecord
 
@@ -91,7 +91,7 @@ async def create_batch(api: Api, request: Request) -> Response:
     for index, draft in enumerate(drafts):
         if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
             await asyncio.sleep(0)
-        results.append(await _batch_result(api, request, draft, replies.__next__) if isinstance(draft, Draft) else _bad(draft, request))
+        results.append(await _batch_result(api, request, draft, next(replies)) if isinstance(draft, Draft) else _bad(draft, request))
     return ok(b'{"results":[' + b",".join(results) + b"]}")
 
 
@@ -100,14 +100,17 @@ def _item_draft(api: Api, request: Request, body: bytes, spread_ms: int) -> Draf
     bodies.check_depth(body, around=2)
     try:
         model = bodies.decode_part(_decode_item, body)
-        key = "" if isinstance(model.idempotency_key, UnsetType) else _checked_key(model.idempotency_key, "/idempotency_key", "idempotency_key")
+        key = (
+            ""
+            if isinstance(model.idempotency_key, UnsetType)
+            else _checked_key(model.idempotency_key, "/idempotency_key", "idempotency_key")
+        )
         return _draft(api, request, model, body, key, spread_ms=spread_ms)
     except WheelschedError as error:
         return error
 
 
-async def _batch_result(api: Api, request: Request, draft: Draft, next_reply: object) -> bytes:
-    reply: Reply = next_reply()  # type: ignore[operator]
+async def _batch_result(api: Api, request: Request, draft: Draft, reply: Reply) -> bytes:
     try:
         status, body, _version = await _created(api, request, draft, reply)
     except WheelschedError as error:
@@ -161,7 +164,9 @@ def _time(api: Api, run_at: str | UnsetType, delay_s: float | UnsetType, faults:
         if isinstance(delay_s, UnsetType):
             return -1, 0
         if delay_s > limits.DELAY_S_MAX:
-            raise _too_far("/delay_s", f"delay_s {delay_s!r} is above {limits.DELAY_S_MAX} (366 days); use a schedule, or create the job later")
+            raise _too_far(
+                "/delay_s", f"delay_s {delay_s!r} is above {limits.DELAY_S_MAX} (366 days); use a schedule, or create the job later"
+            )
         return -1, schemas.ms_of(delay_s, "delay_s", faults)
     if not isinstance(delay_s, UnsetType):
         detail = "run_at and delay_s are both given; send one of them"
@@ -284,7 +289,7 @@ async def events(api: Api, request: Request) -> Response:
     return ok(render.events(*await _history(api, request)))
 
 
-async def _history(api: Api, request: Request):  # type: ignore[no-untyped-def]
+async def _history(api: Api, request: Request) -> tuple[JobRecord, list[tuple[int, AttemptRow]]]:
     job_id = job_id_of(request)
     found = await api.node.read_attempts(request.tenant, job_id)
     if found is None:
@@ -446,5 +451,3 @@ async def discard(api: Api, request: Request) -> Response:
 def _decode_empty(request: Request) -> None:
     if request.body:
         bodies.decode(_decode_nothing, request.body)
-
-

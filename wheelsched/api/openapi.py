@@ -46,7 +46,11 @@ _EXAMPLES: Final[dict[str, Any]] = {
 _PATH_NAMES: Final[dict[str, dict[str, Any]]] = {
     "job_id": {"schema": {"type": "string", "maxLength": 64}, "example": _JOB_ID, "description": "A job's id."},
     "queue": {"schema": {"type": "string", "pattern": schemas.NAME_PATTERN}, "example": "mail", "description": "A queue's name."},
-    "lease_token": {"schema": {"type": "string", "maxLength": 64}, "example": _TOKEN, "description": "A lease token, as the claim gave it."},
+    "lease_token": {
+        "schema": {"type": "string", "maxLength": 64},
+        "example": _TOKEN,
+        "description": "A lease token, as the claim gave it.",
+    },
 }
 
 

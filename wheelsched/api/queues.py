@@ -76,9 +76,7 @@ def _settings(model: schemas.QueuePut) -> QueueSettings:
         retention_ms = schemas.ms_of(model.retention_s, "retention_s", faults)
     if not isinstance(model.weights, UnsetType):
         given = (model.weights.critical, model.weights.default, model.weights.bulk)
-        critical, normal, bulk = (
-            usual if isinstance(weight, UnsetType) else weight for weight, usual in zip(given, weights, strict=True)
-        )
+        critical, normal, bulk = (usual if isinstance(weight, UnsetType) else weight for weight, usual in zip(given, weights, strict=True))
         weights = (critical, normal, bulk)
     if faults:
         raise refuse(faults)
@@ -124,8 +122,7 @@ async def redrive(api: Api, request: Request) -> Response:
     count = 0
     async for chosen in _chosen(api, request, queue, model):
         commands = [
-            Redrive(job_id, request.tenant, ids.spread_hash(job_id) % spread_ms if spread_ms else 0, request.actor)
-            for job_id in chosen
+            Redrive(job_id, request.tenant, ids.spread_hash(job_id) % spread_ms if spread_ms else 0, request.actor) for job_id in chosen
         ]
         count += sum(not reply.refusal for reply in await api.node.propose_many(commands))
     return ok(b'{"redriven":%d}' % count)

@@ -11,7 +11,7 @@ from typing import Final
 
 import orjson
 
-from wheelsched.api.times import format_instant, format_seconds
+from wheelsched.api.times import format_instant, format_seconds, to_seconds
 from wheelsched.core.ids import format_job_id, format_token
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, idempotency_instant_ms
 from wheelsched.model.states import LEASED, Outcome, Status
@@ -126,14 +126,15 @@ def attempts(record: JobRecord, rows: Sequence[tuple[int, AttemptRow]]) -> bytes
     state = record.state
     ends = [row for _, row in rows if row.outcome != Outcome.NONE]
     items = [
-        _attempt(row.attempt, row.worker, row.started_at_ms, row.at_ms, row.lease_expires_at_ms, row.outcome, row.error)
-        for row in ends
+        _attempt(row.attempt, row.worker, row.started_at_ms, row.at_ms, row.lease_expires_at_ms, row.outcome, row.error) for row in ends
     ]
     if state.status in LEASED:
         items.append(_attempt(state.attempt, state.worker, state.started_at_ms, 0, state.lease_expires_at_ms, Outcome.RUNNING, b""))
     elif state.status == Status.SUCCEEDED and not any(row.outcome == Outcome.SUCCEEDED for row in ends):
         items.append(
-            _attempt(state.attempt, state.worker, state.started_at_ms, state.finished_at_ms, state.lease_expires_at_ms, Outcome.SUCCEEDED, b"")
+            _attempt(
+                state.attempt, state.worker, state.started_at_ms, state.finished_at_ms, state.lease_expires_at_ms, Outcome.SUCCEEDED, b""
+            )
         )
     return b'{"attempts":[' + b",".join(items) + b"]}"
 
@@ -245,9 +246,7 @@ class _Story:
                 self._attempt = state.attempt
                 self._move(state.finished_at_ms, self._seen, Status.SUCCEEDED, actor=state.worker, detail="succeeded")
 
-    def _move(
-        self, at_ms: int, before: Status | None, after: Status, *, actor: str = "", detail: str = "", counts: bool = True
-    ) -> None:
+    def _move(self, at_ms: int, before: Status | None, after: Status, *, actor: str = "", detail: str = "", counts: bool = True) -> None:
         self._version += counts
         start = "null" if before is None else f'"{before.name}"'
         head = (
@@ -276,14 +275,8 @@ def queue(view: QueueView) -> bytes:
         "settings": {
             "max_concurrency": None if settings.max_concurrency < 0 else settings.max_concurrency,
             "rate_per_s": None if settings.rate_per_s < 0 else settings.rate_per_s,
-            "lease_s": _seconds(settings.lease_ms),
-            "retention_s": _seconds(settings.retention_ms),
+            "lease_s": to_seconds(settings.lease_ms),
+            "retention_s": to_seconds(settings.retention_ms),
             "weights": dict(zip(PRIORITY_NAMES, settings.weights, strict=True)),
         },
     })  # fmt: skip
-
-
-def _seconds(ms: int) -> int | float:
-    return ms // 1000 if ms % 1000 == 0 else ms / 1000
-
-

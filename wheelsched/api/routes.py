@@ -64,9 +64,7 @@ _PAGING: Final = (
 )
 _JOB_FILTER: Final = (
     Param("queue", _NAME, "Jobs of this queue."),
-    Param(
-        "status", {"type": "array", "items": {"enum": list(get_args(schemas.StatusName))}}, "Jobs seen in one of these.", True
-    ),
+    Param("status", {"type": "array", "items": {"enum": list(get_args(schemas.StatusName))}}, "Jobs seen in one of these.", True),
     Param("label", {"type": "array", "items": {"type": "string", "pattern": "^[^:]+:"}}, "Jobs with all of these, each name:value.", True),
     Param("schedule", _NAME, "Runs of this schedule."),
     Param("from", _INSTANT, "`fire_at` at or after this instant."),

@@ -42,13 +42,9 @@ OutcomeName = Literal["succeeded", "retryable_failure", "fatal_failure", "cancel
 StatusName = Literal["SCHEDULED", "QUEUED", "RUNNING", "RETRYING", "CANCEL_REQUESTED", "SUCCEEDED", "DEAD", "CANCELLED", "SKIPPED"]
 
 LeaseS = Annotated[float, Meta(ge=limits.LEASE_S_MIN, le=limits.LEASE_S_MAX, description="Length of the lease in seconds.")]
-DelayS = Annotated[
-    float, Meta(ge=0, description="Seconds from the acceptance.", extra_json_schema={"maximum": limits.DELAY_S_MAX})
-]
+DelayS = Annotated[float, Meta(ge=0, description="Seconds from the acceptance.", extra_json_schema={"maximum": limits.DELAY_S_MAX})]
 SpreadS = Annotated[float, Meta(ge=0, le=limits.WINDOW_S_MAX, description="Spread over a window of so many seconds, by job id.")]
-TimeoutS = Annotated[
-    float, Meta(ge=limits.TIMEOUT_S_MIN, le=limits.TIMEOUT_S_MAX, description="How long one attempt may run, in seconds.")
-]
+TimeoutS = Annotated[float, Meta(ge=limits.TIMEOUT_S_MIN, le=limits.TIMEOUT_S_MAX, description="How long one attempt may run, in seconds.")]
 
 
 class Model(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -144,9 +140,7 @@ class ClaimRequest(Model, kw_only=True):
     wait_s: (
         Annotated[
             float,
-            Meta(
-                ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.", extra_json_schema={"default": 0}
-            ),
+            Meta(ge=0, le=limits.WAIT_S_MAX, description="How long to wait for the first ready job.", extra_json_schema={"default": 0}),
         ]
         | UnsetType
     ) = UNSET
@@ -215,8 +209,8 @@ RETENTION_S_MAX: Final = 10 * limits.DELAY_S_MAX
 class QueuePut(Model, kw_only=True):
     """Settings left out return to their defaults; `null` is none."""
 
-    max_concurrency: Annotated[int, Meta(ge=1, le=1_000_000)] | None | UnsetType = UNSET
-    rate_per_s: Annotated[float, Meta(ge=0.001, le=1_000_000)] | None | UnsetType = UNSET
+    max_concurrency: Annotated[int, Meta(ge=1, le=1000000)] | UnsetType | None = UNSET
+    rate_per_s: Annotated[float, Meta(ge=0.001, le=1000000)] | UnsetType | None = UNSET
     lease_s: LeaseS | UnsetType = UNSET
     retention_s: Annotated[float, Meta(ge=0, le=RETENTION_S_MAX)] | UnsetType = UNSET
     weights: Weights | UnsetType = UNSET
@@ -481,7 +475,9 @@ def check_name(name: str, pointer: str, what: str) -> None:
     if name in _known_names:
         return
     if _NAME.match(name) is None:
-        raise invalid(pointer, f"{what} {shown(name)} {_fault_of_name(name)}; use 1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+        raise invalid(
+            pointer, f"{what} {shown(name)} {_fault_of_name(name)}; use 1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
+        )
     if len(_known_names) >= _KNOWN_NAMES_MAX:
         _known_names.clear()
     _known_names.add(name)

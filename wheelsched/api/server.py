@@ -69,7 +69,11 @@ class Server:
                 connection.close_now()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._without.wait()
+                await self.wait_without_connections()
+
+    async def wait_without_connections(self) -> None:
+        """Return when no connection is open."""
+        await self._without.wait()
 
     async def close(self) -> None:
         """End everything now. Calls under way are cancelled."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from datetime import datetime
+from datetime import datetime, timedelta
 
-_INSTANT = re.compile(
-    r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,18}))?(?:([Zz])|([+-])(\d\d):(\d\d))?", re.ASCII
-)
+_INSTANT = re.compile(r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,18}))?(?:([Zz])|([+-])(\d\d):(\d\d))?", re.ASCII)
 _EPOCH = datetime(1970, 1, 1)
 _DAY_S = 86_400
 # The end of year 9999, past which an instant cannot be written.
@@ -56,7 +54,7 @@ def format_instant(ms: int) -> str:
     if text is None:
         if len(_seconds) >= _SECONDS_KEPT_MAX:
             _seconds.clear()
-        text = _seconds[second] = datetime.utcfromtimestamp(second).isoformat() if second < 1 << 37 else "9999-12-31T23:59:59"
+        text = _seconds[second] = (_EPOCH + timedelta(seconds=min(second, INSTANT_MS_MAX // 1000))).isoformat()
     return f"{text}.{rest:03d}Z" if rest else text + "Z"
 
 

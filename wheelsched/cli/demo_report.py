@@ -249,6 +249,8 @@ def _verdict(account: Account) -> Text:
         f"node killed for {outage.ready_s - outage.killed_s:.1f} s (ready {outage.ready_s - outage.restarted_s:.1f} s after its "
         f"restart); {len(down)} jobs came due in that time, the last one started {seconds(down[-1] if down else 0.0)} late\n"
     )
+    expired = sum(attempt["outcome"] == "lease_expired" for one in account.finished for attempt in one.attempts)
+    text.append(f"{expired} attempts lost their lease in the outage and were tried again, with that cause on record\n")
     text.append(f"{account.replayed} creates were sent again with their key: {account.replay_mistakes} made a second job\n")
     if account.good:
         text.append(f"{len(account.finished)} jobs, 0 lost, 0 run twice without cause", style="bold green")
@@ -264,7 +266,17 @@ def _verdict(account: Account) -> Text:
     return text
 
 
-_COLOURS: Final = ("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray")
+_COLOURS: Final = (
+    "tab:blue",
+    "tab:orange",
+    "tab:green",
+    "tab:red",
+    "tab:purple",
+    "tab:brown",
+    "tab:pink",
+    "tab:gray",
+    "tab:olive",
+)
 
 
 def draw_lateness(account: Account, path: Path) -> bool:

@@ -26,7 +26,7 @@ class AsPlanned(Exception):
 @app.task(QUEUE)
 async def handle(job: Job) -> str:
     os.write(_notes, (json.dumps({"job_id": job.job_id, "attempt": job.attempt, "at_s": time.time()}) + "\n").encode())
-    await asyncio.sleep(0.03)
+    await asyncio.sleep(job.payload["run_s"])
     fail_times = job.payload["fail_times"]
     if fail_times < 0 or job.attempt <= fail_times:
         raise AsPlanned(f"attempt {job.attempt} fails, as planned")

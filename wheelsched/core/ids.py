@@ -1,8 +1,8 @@
 """Job ids, partitions, groups and lease tokens.
 
 A job id is 16 bytes. Its low 10 bits are the partition, always hashed or random, so that load spreads whatever clients do.
-A group is a run of neighbouring partitions and the unit of ownership. Text form: a prefix and 26 letters of lower-case
-Crockford base32 (no i, l, o, u), URL-safe and of fixed length.
+A group is a run of neighbouring partitions and the unit of ownership. Text form: a prefix and lower-case hexadecimal, URL-safe and of
+fixed length (base32 would be six letters shorter and, written in Python, fifteen times as slow: every answer writes several).
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ ID_BYTES = 16
 PARTITION_COUNT = 1024
 GROUP_COUNT_DEFAULT = 32
 
-_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
-_VALUES = {letter: value for value, letter in enumerate(_ALPHABET)}
-_PAIRS = [a + b for a in _ALPHABET for b in _ALPHABET]
 _TOKEN = struct.Struct(">16sIQ")
-_LOW64 = 0xFFFF_FFFF_FFFF_FFFF
+_JOB, _ATTEMPT = "job_", "att_"
 
 
 def new_job_id(now_ms: int, rng: Rng) -> bytes:
@@ -54,51 +51,36 @@ def id_low(job_id: bytes) -> int:
     return int.from_bytes(job_id[8:], "big")
 
 
-def _base32(number: int, letters: int) -> str:
-    out = []
-    for shift in range(letters * 5 - 10, -1, -10):
-        out.append(_PAIRS[(number >> shift) & 1023])
-    return "".join(out)
-
-
-def _from_base32(text: str) -> int:
-    number = 0
-    for letter in text:
-        number = number << 5 | _VALUES[letter]
-    return number
-
-
 def format_job_id(job_id: bytes) -> str:
-    """`job_` and 26 letters."""
-    return "job_" + _base32(int.from_bytes(job_id, "big"), 26)
+    """`job_` and 32 letters."""
+    return _JOB + job_id.hex()
 
 
 def parse_job_id(text: str) -> bytes | None:
     """The id, or None where the text is none; only the one canonical spelling counts."""
-    if len(text) != 30 or not text.startswith("job_"):
-        return None
-    try:
-        number = _from_base32(text[4:])
-    except KeyError:
-        return None
-    return number.to_bytes(ID_BYTES, "big") if number >> 128 == 0 else None
+    return _parse(text, _JOB, ID_BYTES)
 
 
 def format_token(job_id: bytes, attempt: int, fencing: int) -> str:
     """A lease token: any node can route it, and only the attempt it names accepts it."""
-    # 28 bytes are 224 bits; 46 letters hold 230.
-    return "att_" + _base32(int.from_bytes(_TOKEN.pack(job_id, attempt, fencing), "big"), 46)
+    return _ATTEMPT + _TOKEN.pack(job_id, attempt, fencing).hex()
 
 
 def parse_token(text: str) -> tuple[bytes, int, int] | None:
     """(job id, attempt, fencing token), or None where the text is no token."""
-    if len(text) != 50 or not text.startswith("att_"):
+    packed = _parse(text, _ATTEMPT, _TOKEN.size)
+    if packed is None:
+        return None
+    job_id, attempt, fencing = _TOKEN.unpack(packed)
+    return job_id, attempt, fencing
+
+
+def _parse(text: str, prefix: str, size: int) -> bytes | None:
+    if len(text) != len(prefix) + 2 * size or not text.startswith(prefix):
         return None
     try:
-        number = _from_base32(text[4:])
-    except KeyError:
+        raw = bytes.fromhex(text[len(prefix) :])
+    except ValueError:
         return None
-    if number >> 224:
-        return None
-    job_id, attempt, fencing = _TOKEN.unpack(number.to_bytes(28, "big"))
-    return job_id, attempt, fencing
+    # `fromhex` takes capitals and blanks too.
+    return raw if raw.hex() == text[len(prefix) :] else None

@@ -27,33 +27,33 @@ class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pass
 
 
-class ClusterSettings(_Section):
+class ClusterSettings(_Section, frozen=True):
     name: Annotated[Name, _doc("Name of the cluster; nodes of another name are refused.")] = "wheelsched"
     group_count: Annotated[
         int, Meta(ge=1, le=128, description="Raft groups the 1,024 partitions are split into; a power of two, fixed at creation.")
     ] = GROUP_COUNT_DEFAULT
 
 
-class NodeSettings(_Section):
+class NodeSettings(_Section, frozen=True):
     id: Annotated[Name, _doc("This node's name.")] = "n1"
     data_dir: Annotated[str, _doc("Where the node keeps its data; {id} stands for the node's name.")] = "./wheelsched-data"
 
 
-class HttpSettings(_Section):
+class HttpSettings(_Section, frozen=True):
     host: Annotated[str, _doc("Address to listen on. Without authentication only loopback is allowed.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8080
     connections_max: Annotated[int, Meta(ge=1, description="Open client connections; further ones are answered 503.")] = 20_000
     drain_s: Annotated[Positive, _doc("How long a shutdown waits for calls under way.")] = 3.0
 
 
-class LimitSettings(_Section):
+class LimitSettings(_Section, frozen=True):
     payload_bytes: Annotated[
         int,
         Meta(ge=1, le=limits.PAYLOAD_BYTES_MAX, description="Largest payload or result, as received (64 KiB; at most 256 KiB)."),
     ] = limits.PAYLOAD_BYTES_DEFAULT
 
 
-class SchedulerSettings(_Section):
+class SchedulerSettings(_Section, frozen=True):
     horizon_s: Annotated[Positive, _doc("How far ahead of now timers are kept in memory.")] = 300.0
     ready_queue_max: Annotated[
         int, Meta(ge=1_000, description="Ready jobs kept in memory per queue and priority; later ones are read again from disk.")
@@ -65,7 +65,7 @@ class SchedulerSettings(_Section):
     ] = 500
 
 
-class StoreSettings(_Section):
+class StoreSettings(_Section, frozen=True):
     kind: Annotated[Literal["rocksdb", "memory"], _doc("rocksdb keeps data in node.data_dir; memory forgets it at exit (tests).")] = (
         "rocksdb"
     )
@@ -79,21 +79,21 @@ class StoreSettings(_Section):
     ] = 512 * 1024**2
 
 
-class ClockSettings(_Section):
+class ClockSettings(_Section, frozen=True):
     kind: Annotated[Literal["real", "virtual"], _doc("virtual stands still between calls of /v1/clock:advance (tests).")] = "real"
     start: Annotated[str, _doc("First instant of a virtual clock, RFC 3339; empty: now.")] = ""
 
 
-class LoggingSettings(_Section):
+class LoggingSettings(_Section, frozen=True):
     level: Annotated[Literal["debug", "info", "warning", "error"], _doc("Least severe level written.")] = "info"
     format: Annotated[Literal["text", "json"], _doc("text for people, json for log collectors.")] = "text"
 
 
-class AuthSettings(_Section):
+class AuthSettings(_Section, frozen=True):
     mode: Annotated[Literal["none"], _doc("none: no authentication, allowed on loopback only.")] = "none"
 
 
-class Settings(_Section):
+class Settings(_Section, frozen=True):
     cluster: ClusterSettings = ClusterSettings()
     node: NodeSettings = NodeSettings()
     http: HttpSettings = HttpSettings()

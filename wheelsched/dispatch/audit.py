@@ -76,7 +76,8 @@ class Audit:
             await asyncio.sleep(pause_s)
 
     def _settled_ms(self, group: int) -> int:
-        return min(self._replicas.watermark_ms(group), self._dispatcher.timers.hand_ms) - GRACE_MS
+        # The grace is counted from the hand: the watermark of a group that has nothing to fire stands still.
+        return min(self._replicas.watermark_ms(group) + 1, self._dispatcher.timers.hand_ms - GRACE_MS)
 
     def _check(self, group: int, lane: int, job_ids: Sequence[bytes]) -> int:
         """Compare and repair in one turn, so that nothing moves in between."""
@@ -94,6 +95,8 @@ class Audit:
         watermark_ms = self._replicas.watermark_ms(group)
         if status_of(state, watermark_ms) == Status.QUEUED:
             return due_at_ms(state) < self._settled_ms(group) and self._was_passed_over(state)
+        if self._settled_ms(group) <= due_at_ms(state) <= dispatcher.timers.hand_ms:
+            return False  # swept, and on its way through the log
         return dispatcher.timers.special(group, id_low(state.job_id)) is None
 
     def _was_passed_over(self, state: JobState) -> bool:

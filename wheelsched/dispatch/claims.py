@@ -258,13 +258,17 @@ class Claims:
         return found
 
     def release(self, states: Sequence[JobState]) -> Batch | None:
-        """Leases that reached nobody go back to their queues, the attempts not counted."""
+        """Leases that reached nobody go back to their queues, the attempts not counted; where that cannot be proposed, when they
+        run out."""
         if not states:
             return None
         commands: list[tuple[int, AnyCommand]] = [
             (self._group_of(state.job_id), Release(state.job_id, state.attempt, state.fencing)) for state in states
         ]
-        return self._replicas.propose_many(commands, urgent=True)
+        try:
+            return self._replicas.propose_many(commands, urgent=True)
+        except Unavailable:  # the node is stopping, mostly
+            return None
 
     def _group_of(self, job_id: bytes) -> int:
         return group_of(job_id, self._group_count)

@@ -263,7 +263,7 @@ class Dispatcher:
                 self.timers.add(group, state, special.queue)
 
     def _propose(self, job_id: bytes, command: AnyCommand) -> None:
-        self._replicas.propose(group_of(job_id, self._group_count), command, urgent=True)
+        self._replicas.propose_many(((group_of(job_id, self._group_count), command),), own=True)
 
     def repair(self, group: int, state: JobState) -> None:
         """Put a job that memory had lost back where its state belongs."""

@@ -109,7 +109,7 @@ class Firing:
             # Fire got its stamp, that Fire fell short of its batch.
             commands += [(group, Fire(now_ms)) for group, pending in self._pending.items() if pending]
             if commands:
-                await self._replicas.propose_many(commands, urgent=True).future
+                await self._replicas.propose_many(commands, own=True).future
                 for due in found:
                     if due.held:
                         self._on_named(due.group, due.held)

@@ -61,7 +61,7 @@ class Purging:
         for after, found in self._expired(group, queue, status, before_ms):
             if found:
                 command = Purge(queue.tenant, queue.name, status, before_ms, SLICE_JOBS, after)
-                (reply,) = await self._replicas.propose(group, command, urgent=True).future
+                (reply,) = await self._replicas.propose_many(((group, command),), own=True).future
                 removed += reply.count
         return removed
 

@@ -133,7 +133,8 @@ class QueueMemory:
 
     def _take_lane(self, lane: int, wanted: int, taken: list[tuple[int, bytes]]) -> int:
         queues = self._ready[lane * PRIORITY_COUNT : (lane + 1) * PRIORITY_COUNT]
-        available = tuple(0 if queue is None else len(queue) for queue in queues)
+        critical, default, bulk = (0 if queue is None else len(queue) for queue in queues)
+        available = (critical, default, bulk)
         total = sum(available)
         if not total:
             return 0

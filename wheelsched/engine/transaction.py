@@ -25,14 +25,18 @@ class Transaction:
     `preload` and `preload_row`; it must be as of the state the entry starts from.
     """
 
-    __slots__ = ("_changed", "_counts", "_loaded", "_reader", "_states", "group", "ranges", "writes")
+    __slots__ = ("_changed", "_counts", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges", "writes")
 
-    def __init__(self, group: int, reader: StateReader) -> None:
+    def __init__(
+        self, group: int, reader: StateReader, kept_counts: dict[tuple[str, str], QueueCounts] | None = None
+    ) -> None:
+        """`kept_counts`: the group's counts as applied last, kept by the caller from entry to entry and brought up to date here."""
         self.group = group
         self._reader = reader
         self._states: dict[bytes, JobState | None] = {}
         self._changed: dict[bytes, None] = {}  # job ids in the order of their first write
         self._counts: dict[tuple[str, str], QueueCounts] = {}
+        self._kept_counts = {} if kept_counts is None else kept_counts
         self._loaded: dict[str, dict[bytes, bytes | None]] = {}
         self.writes: dict[str, dict[bytes, bytes | None]] = {family: {} for family in keys.STATE_FAMILIES}
         self.ranges: list[tuple[str, bytes, bytes]] = []
@@ -109,8 +113,11 @@ class Transaction:
         name = (tenant, queue)
         counts = self._counts.get(name)
         if counts is None:
-            row = self.get(keys.COUNTS, keys.counts_key(self.group, tenant, queue))
-            counts = self._counts[name] = QueueCounts() if row is None else decode_counts(row)
+            counts = self._kept_counts.get(name)
+            if counts is None:
+                row = self.get(keys.COUNTS, keys.counts_key(self.group, tenant, queue))
+                counts = self._kept_counts[name] = QueueCounts() if row is None else decode_counts(row)
+            self._counts[name] = counts
         return counts
 
     def finish(self) -> None:

@@ -19,7 +19,7 @@ class Command(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Base of all; each has a tag of its own in the log."""
 
 
-class Create(Command, tag="c"):
+class Create(Command, frozen=True, tag="c"):
     """Insert a job. `run_at_ms` -1: `delay_ms` after the stamp. `fingerprint` not empty: the id came from an Idempotency-Key."""
 
     job_id: bytes
@@ -35,7 +35,7 @@ class Create(Command, tag="c"):
     fingerprint: bytes = b""
 
 
-class Update(Command, tag="u"):
+class Update(Command, frozen=True, tag="u"):
     """PATCH: `run_at_ms` -1 and `delay_ms` -1 leave the time; `priority` -1 leaves it; spec and payload None leave them."""
 
     job_id: bytes
@@ -51,20 +51,20 @@ class Update(Command, tag="u"):
     actor: str = ""
 
 
-class Cancel(Command, tag="x"):
+class Cancel(Command, frozen=True, tag="x"):
     job_id: bytes
     tenant: str
     actor: str = ""
 
 
-class Fire(Command, tag="f"):
+class Fire(Command, frozen=True, tag="f"):
     """Move the watermark to `up_to_ms` (never above the stamp), and fire the named held jobs (at most 100)."""
 
     up_to_ms: int
     held: list[tuple[bytes, int]] = []  # (job id, version)
 
 
-class Claim(Command, tag="l"):
+class Claim(Command, frozen=True, tag="l"):
     """Lease jobs to a worker; each names the version it was seen with, so that a job is claimed once."""
 
     jobs: list[tuple[bytes, int]]  # (job id, version); version 0: whatever it is
@@ -72,7 +72,7 @@ class Claim(Command, tag="l"):
     worker: str = ""
 
 
-class Complete(Command, tag="d"):
+class Complete(Command, frozen=True, tag="d"):
     """An attempt's end. `jitter` is 32 random bits: the backoff is jitter / 2^32 of its bound."""
 
     job_id: bytes
@@ -85,7 +85,7 @@ class Complete(Command, tag="d"):
     retry_after_ms: int = -1
 
 
-class Extend(Command, tag="e"):
+class Extend(Command, frozen=True, tag="e"):
     """A heartbeat that asks for another lease length than the one on record."""
 
     job_id: bytes
@@ -94,7 +94,7 @@ class Extend(Command, tag="e"):
     lease_ms: int
 
 
-class Expire(Command, tag="o"):
+class Expire(Command, frozen=True, tag="o"):
     """An attempt whose lease or timeout ran out (`outcome` LEASE_EXPIRED or TIMED_OUT), or, with attempt 0, a job whose start
     deadline passed."""
 
@@ -105,7 +105,7 @@ class Expire(Command, tag="o"):
     jitter: int
 
 
-class Release(Command, tag="r"):
+class Release(Command, frozen=True, tag="r"):
     """Back to the queue, the attempt not counted."""
 
     job_id: bytes
@@ -113,7 +113,7 @@ class Release(Command, tag="r"):
     fencing: int
 
 
-class Redrive(Command, tag="v"):
+class Redrive(Command, frozen=True, tag="v"):
     """A DEAD job runs again, `delay_ms` from the stamp."""
 
     job_id: bytes
@@ -122,19 +122,19 @@ class Redrive(Command, tag="v"):
     actor: str = ""
 
 
-class Discard(Command, tag="w"):
+class Discard(Command, frozen=True, tag="w"):
     job_id: bytes
     tenant: str
     actor: str = ""
 
 
-class RunNow(Command, tag="n"):
+class RunNow(Command, frozen=True, tag="n"):
     job_id: bytes
     tenant: str
     actor: str = ""
 
 
-class Purge(Command, tag="p"):
+class Purge(Command, frozen=True, tag="p"):
     """Remove finished jobs of one status of a queue that ended before `before_ms`: at most `limit`, from `after` (a key's tail) on."""
 
     tenant: str
@@ -145,7 +145,7 @@ class Purge(Command, tag="p"):
     after: bytes = b""
 
 
-class PutQueue(Command, tag="q"):
+class PutQueue(Command, frozen=True, tag="q"):
     """Meta group: settings of a queue. `settings` is a QueueSettings row; empty: make the queue known, change nothing."""
 
     tenant: str
@@ -154,7 +154,7 @@ class PutQueue(Command, tag="q"):
     actor: str = ""
 
 
-class PauseQueue(Command, tag="z"):
+class PauseQueue(Command, frozen=True, tag="z"):
     tenant: str
     queue: str
     paused: bool

@@ -97,10 +97,12 @@ class Node:
                     tasks.create_task(self._upkeep(), name="upkeep"),
                 ]
                 await self._stop.wait()
-                self._replicas.stop()
-                await replicas
+                # Dispatch ends first: a timer that fires or a lease that runs out meanwhile could not be proposed any more.
                 for task in others:
                     task.cancel()
+                await asyncio.wait(others)
+                self._replicas.stop()
+                await replicas
         finally:
             self._replicas.abort()
             self._store.close()
@@ -190,13 +192,15 @@ class Node:
         if state.status in FINAL:
             key = keys.done_key(group, state.tenant, state.queue, state.status, state.fire_at_ms, state.job_id)
             row = self._store.get(keys.DONE, key)
-            invariant(row is not None, "never_lost", job_id=format_job_id(state.job_id), family=keys.DONE)
+            if row is None:
+                invariant(False, "never_lost", job_id=format_job_id(state.job_id), family=keys.DONE)
             assert row is not None
             return finished_record(decode_done(row))
         if state.status == Status.DISCARDED:
             return None
         row = self._store.get(keys.JOBS, keys.job_key(group, state.lane, state.fire_at_ms, state.job_id))
-        invariant(row is not None, "never_lost", job_id=format_job_id(state.job_id), family=keys.JOBS)
+        if row is None:
+            invariant(False, "never_lost", job_id=format_job_id(state.job_id), family=keys.JOBS)
         assert row is not None
         spec, payload = split_job(row)
         lease = self.dispatcher.leases.get(state.job_id)

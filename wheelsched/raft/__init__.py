@@ -56,8 +56,8 @@ from wheelsched.raft.reads import ReadResult
 from wheelsched.raft.ready import Answer, HardState, PeerStatus, Ready, RestoredState, Role, Status
 
 __all__ = [
-    "AnyMessage",
     "Answer",
+    "AnyMessage",
     "Append",
     "AppendResponse",
     "Change",

@@ -19,7 +19,7 @@ from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, pref
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Entry, Fire, decode_entry, encode_entry
 from wheelsched.model.effects import Effect, JobChanged
-from wheelsched.model.rows import GroupState, JobState
+from wheelsched.model.rows import GroupState, JobState, QueueCounts
 from wheelsched.model.states import LEASED
 from wheelsched.replica.proposals import Batch, Proposal, bounded_by, command_bytes, may_be_due
 from wheelsched.store import Store
@@ -32,6 +32,8 @@ KIND_COMMANDS = 0
 TERM_ALONE = 1  # the only term of a group with one member
 # Applied rows go to the store in batches near this many: `write` holds the GIL, about 1.5 µs a row.
 WRITE_ROWS_MAX = 400
+# Decoded counts kept for each group; a busy queue's are asked for in every entry.
+COUNTS_KEPT_MAX = 1_000
 # Applying pauses after this long so that sockets and timers get their turn.
 APPLY_BUDGET_MS = 5
 
@@ -39,13 +41,14 @@ APPLY_BUDGET_MS = 5
 class Replica:
     """This node's member of one group: its state, its inbox and the entry it is about to write."""
 
-    __slots__ = ("group", "inbox", "machine", "state")
+    __slots__ = ("counts", "group", "inbox", "machine", "state")
 
     def __init__(self, group: int, state: GroupState) -> None:
         self.group = group
         self.state = state
         self.machine = GroupMachine(group)
         self.inbox: deque[Proposal] = deque()
+        self.counts: dict[tuple[str, str], QueueCounts] = {}  # of the queues that changed lately, as applied
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Replicas:
         self._idle.set()
         self._busy: set[int] = set()  # groups with something in their inbox, in order of arrival below
         self._busy_order: deque[int] = deque()
+        self._under_way: list[_Written] = []  # of the last two turns: in the log, possibly not applied yet
         self._inbox_count = 0
         self._inbox_bytes = 0
         self._stopping = False
@@ -104,12 +108,14 @@ class Replicas:
 
     # The way in. Plain functions: nothing can slip between the check and the act.
 
-    def propose_many(self, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False) -> Batch:
-        """Queue (group, command) pairs; the batch settles when all are applied. `urgent`: ends of attempts and firing, which are
-        taken beyond the bound for new work, since refusing them would make the load worse. Raises Unavailable when full."""
+    def propose_many(self, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False, own: bool = False) -> Batch:
+        """Queue (group, command) pairs; the batch settles when all are applied. `urgent`: ends of attempts, which are taken beyond
+        the bound for new work, since refusing them would make the load worse. `own`: what this node's timers bring; it is taken
+        however full the inbox is, for nobody would repeat it, and it is bounded by the jobs that run and the groups that fire.
+        Raises Unavailable when full."""
         batch = Batch(len(commands), asyncio.get_running_loop())
         size = sum(command_bytes(command) for _, command in commands)
-        self._check_room(len(commands), size, urgent)
+        self._check_room(len(commands), size, urgent, own)
         for position, (group, command) in enumerate(commands):
             self._queue(group, Proposal(command, batch, position))
         self._inbox_bytes += size
@@ -118,11 +124,12 @@ class Replicas:
     def propose(self, group: int, command: AnyCommand, *, urgent: bool = False) -> Batch:
         return self.propose_many(((group, command),), urgent=urgent)
 
-    def _check_room(self, count: int, size: int, urgent: bool) -> None:
+    def _check_room(self, count: int, size: int, urgent: bool, own: bool) -> None:
         if self._stopping:
             raise Unavailable("the node is shutting down; send the request to another node or again in a moment", retry_after_s=1)
         factor = 4 if urgent else 1
-        if self._inbox_count + count > INBOX_COMMANDS_MAX * factor or self._inbox_bytes + size > INBOX_BYTES_MAX * factor:
+        full = self._inbox_count + count > INBOX_COMMANDS_MAX * factor or self._inbox_bytes + size > INBOX_BYTES_MAX * factor
+        if full and not own:
             raise Unavailable("too many changes wait for the disk; try again in a second", retry_after_s=1)
 
     def _queue(self, group: int, proposal: Proposal) -> None:
@@ -155,6 +162,7 @@ class Replicas:
                 continue
             started = self._clock.mono_ms()
             written = self._cut_and_write()
+            self._under_way = synced + written
             syncing = asyncio.ensure_future(self._store.sync())
             try:
                 if synced:
@@ -173,9 +181,10 @@ class Replicas:
         self._wake.set()
 
     def abort(self) -> None:
-        """Tell everybody who still waits that the outcome is unknown."""
-        for replica in self._replicas.values():
-            for proposal in replica.inbox:
+        """Tell everybody who still waits that the outcome is unknown: of what is in the log and not applied as of the inboxes."""
+        waiting = [item.proposals for item in self._under_way] + [replica.inbox for replica in self._replicas.values()]
+        for proposals in waiting:
+            for proposal in proposals:
                 if proposal.batch is not None:
                     proposal.batch.fail(OutcomeUnknown("the node stopped before the change was durable; repeat it with the same key"))
 
@@ -252,7 +261,9 @@ class Replicas:
         row_count = 0
         for item in written:
             replica = item.replica
-            txn = Transaction(replica.group, self._store)
+            if len(replica.counts) > COUNTS_KEPT_MAX:
+                replica.counts.clear()
+            txn = Transaction(replica.group, self._store, replica.counts)
             self._preload(txn, item.entry)
             replies, effects = replica.machine.apply(replica.state, txn, item.entry)
             txn.finish()

@@ -76,6 +76,20 @@ class Store(Protocol):
         """Return when everything written before the call is durable. Concurrent calls share one fsync."""
         ...
 
+    @property
+    def writable(self) -> bool:
+        """New jobs may be taken: the disk has room for them and for what they lead to."""
+        ...
+
+    @property
+    def must_stop(self) -> bool:
+        """So little disk is left that the node should stop cleanly while it can."""
+        ...
+
+    def check_disk(self) -> None:
+        """Look at the free space again; cheap, to be called about once a second."""
+        ...
+
     def statistics(self) -> StoreStatistics: ...
 
     def close(self) -> None: ...

@@ -3,34 +3,20 @@
     python -m wheelsched.testing.crash --rounds 200 --seed 7              # kills; --data-dir keeps the directory for a look
     python -m wheelsched.testing.crash --rounds 200 --seed 7 --cut-wal    # and each time loses a part of what was not synced
 
-Clients create (single, in batches, with keys sent again and again, with delays, flexible), claim, heartbeat, end attempts every way
-there is, abandon some, and cancel. At a random instant the node gets SIGKILL, and starts again in the same directory; now and then it
-gets it while it starts. In the end workers drain the queues, and `history.check` compares what the clients know with what the node tells.
-
-**What may be cut.** A killed process loses nothing that it had handed to the kernel; a power cut loses what no fsync covered. The sizes
-of the WAL files when an answer arrives say too little about that, for by then others have written on. So with `--cut-wal` the node
-itself notes, at each sync, how long its WAL files are before the fsync begins (`Faults.on_sync`), and appends those lengths to a file of
-ours after the fsync has returned and before anybody is told: before the store's own mark of it is written, and so before any answer
-leaves. After the kill every byte beyond the last noted length of a WAL file is one that no acknowledgement rests on, and the end of
-the file is cut off at a random one of them. Everything before has to be there, else the answers were lies. The store cannot be helped by
-its mark (store/mark.py): that tells of less than was noted, never more.
-
-Nodes are forked from a process that has imported everything (`forkserver`), so that a start takes a fifth of a second.
+Clients create (single, in batches, with keys sent again and again, with delays, flexible), claim, heartbeat, end attempts every
+way there is, abandon some, and cancel. At a random instant the node gets SIGKILL, and starts again in the same directory; now and
+then it gets it while it starts. In the end workers drain the queues, and `history.check` compares what the clients know with what
+the node tells. What may be cut, and how it is known: process.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import functools
 import json
-import multiprocessing
-import os
 import random
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -42,13 +28,10 @@ from typing import Any, Final
 
 import aiohttp
 
-from wheelsched.core.settings import StoreSettings
 from wheelsched.store.directory import DB_NAME
-from wheelsched.store.mark import SyncedMark
-from wheelsched.store.rocks import RocksStore
 from wheelsched.testing.history import Cancelling, ClaimCall, Creation, End, Handed, History, Known, SeenJob, check, instant_ms
+from wheelsched.testing.process import NodeFailed, NodeProcess, cut_wal
 
-START_S_MAX: Final = 60.0
 CALL_S_MAX: Final = 20.0
 DRAIN_S_MAX: Final = 120.0
 # The audit looks at what has been due for 5 s; it is asked to look often, and waited for once, at the end.
@@ -58,212 +41,9 @@ ROUND_S: Final = (0.05, 1.0)
 KILLED_AT_START: Final = 0.15  # share of rounds that also kill the node while it starts
 QUEUES: Final = ("a", "b")
 STILL: Final = "still"  # a queue that nobody claims from until the end: its jobs outlive every round
+PAUSES_S: Final = {"produce": 0.02, "work": 0.01, "cancel": 0.1}  # at most, between two acts of one client
 LEASES_S: Final = (1, 2, 3)
 RETRY: Final = {"max_attempts": 4, "initial_backoff_s": 0.2, "max_backoff_s": 1}
-_PR_SET_PDEATHSIG: Final = 1
-
-_processes = multiprocessing.get_context("forkserver")
-
-
-# --- a node that can be killed --------------------------------------------------------------------------------------------------
-
-
-class NodeFailed(RuntimeError):
-    """A node ended, or did not answer, when it should have."""
-
-
-class NodeProcess:
-    """`wheelsched dev` as a process. One directory, any number of lives; `log_path` collects what they write to stderr."""
-
-    def __init__(
-        self, data_dir: Path, *, settings: Mapping[str, object] | None = None, arguments: Sequence[str] = (), notes: Path | None = None
-    ) -> None:
-        """`settings`: dotted keys, as in the reference file; `notes`: where the lengths of synced WAL files are noted."""
-        self.data_dir = data_dir
-        self.settings = dict(settings or {})
-        self.arguments = tuple(arguments)
-        self.notes = notes
-        self.log_path = data_dir.with_name(data_dir.name + ".log")
-        self._out_path = data_dir.with_name(data_dir.name + ".out")
-        self._process: Any = None
-        self.url = ""
-
-    def spawn(self) -> None:
-        """Begin to start; `wait_ready` tells when it answers."""
-        assert self._process is None, "it runs"
-        # Most of a start is importing, which the fork server does once.
-        _processes.set_forkserver_preload(["wheelsched.testing.crash", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"])
-        self._out_path.write_bytes(b"")
-        environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
-        arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
-        files = (str(self._out_path), str(self.log_path))
-        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, self.notes), daemon=True)
-        self._process.start()
-
-    def wait_ready(self, timeout_s: float = START_S_MAX) -> str:
-        """Block until it listens; its URL."""
-        give_up = time.monotonic() + timeout_s
-        while not (out := self._out_path.read_text()).endswith("\n"):
-            if not self._process.is_alive():
-                raise NodeFailed(f"the node ended with code {self.exit_code()} while it started:\n{self.log_tail()}")
-            if time.monotonic() > give_up:
-                raise NodeFailed(f"the node did not listen within {timeout_s:g} s:\n{self.log_tail()}")
-            time.sleep(0.005)
-        self.url = json.loads(out)["url"]
-        return self.url
-
-    def start(self, timeout_s: float = START_S_MAX) -> str:
-        """Start; return its URL when it listens."""
-        self.spawn()
-        return self.wait_ready(timeout_s)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.is_alive()
-
-    @property
-    def pid(self) -> int:
-        return int(self._process.pid)
-
-    def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone. Nothing happens where it does not run."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = None
-
-    def terminate(self, timeout_s: float = 20.0) -> tuple[int, float]:
-        """SIGTERM; (exit code, seconds it took)."""
-        began = time.monotonic()
-        self._process.terminate()
-        self._process.join(timeout_s)
-        took_s = time.monotonic() - began
-        if self._process.is_alive():
-            self.kill()
-            raise NodeFailed(f"the node did not end within {timeout_s:g} s of SIGTERM:\n{self.log_tail()}")
-        return self.exit_code(), took_s
-
-    def exit_code(self, timeout_s: float = 20.0) -> int:
-        """Wait for its end; negative: the signal."""
-        self._process.join(timeout_s)
-        code = self._process.exitcode
-        if code is None:
-            raise NodeFailed(f"the node has not ended within {timeout_s:g} s")
-        self._process = None
-        return int(code)
-
-    def log(self) -> str:
-        return self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-
-    def log_tail(self, lines: int = 20) -> str:
-        return "\n".join(self.log().splitlines()[-lines:])
-
-    def log_faults(self) -> list[str]:
-        """Lines that no node should ever write: tracebacks, errors, repairs."""
-        return [line for line in self.log().splitlines() if "Traceback" in line or '"level":"error"' in line or "audit_repair" in line]
-
-
-def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str, str], notes: Path | None) -> None:
-    """The forked process, from here on the node."""
-    # Whoever started us may be killed as well, with no chance to clean up.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.setsid()
-    for descriptor, path in zip((1, 2), files, strict=True):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(environment)
-    if notes is not None:
-        from wheelsched.node import build
-
-        build.RocksStore = functools.partial(NotedStore, notes=notes)  # type: ignore[misc, assignment]
-    from wheelsched.cli import main
-
-    sys.argv = ["wheelsched", *arguments]
-    main()
-
-
-# --- what is synced -------------------------------------------------------------------------------------------------------------
-
-
-class NotedStore(RocksStore):
-    """A store that notes in a file how long its WAL files were when a sync that has succeeded began."""
-
-    def __init__(self, data_dir: str | Path, settings: StoreSettings, *, notes: Path, **others: Any) -> None:
-        note = _Notes(Path(data_dir) / DB_NAME, notes)
-        super().__init__(data_dir, settings, faults=note, **others)
-        # In front of the store's own mark: a kill between the two must find the note.
-        self._mark = _NotedMark(self._mark, note)  # type: ignore[assignment]
-
-
-class _Notes:
-    """Lengths seen before an fsync, written down after it. Implements `Faults`."""
-
-    def __init__(self, db_path: Path, notes: Path) -> None:
-        self._db_path = db_path
-        # A kill may have cut the last line short; what follows begins a line of its own.
-        self._file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.write(self._file, b"\n")
-        self._seen: list[tuple[str, int]] = []
-
-    def on_write(self) -> None:
-        pass
-
-    def on_sync(self) -> None:
-        self._seen = wal_lengths(self._db_path)
-
-    def write_down(self) -> None:
-        os.write(self._file, b"".join(b"%s %d\n" % (name.encode(), length) for name, length in self._seen))
-
-
-class _NotedMark:
-    def __init__(self, mark: SyncedMark, notes: _Notes) -> None:
-        self._mark, self._notes = mark, notes
-
-    def read(self) -> int:
-        return self._mark.read()
-
-    def write(self, sequence: int) -> None:
-        self._notes.write_down()
-        self._mark.write(sequence)
-
-    def close(self) -> None:
-        self._mark.close()
-
-
-def wal_lengths(db_path: Path) -> list[tuple[str, int]]:
-    """(name, bytes) of the WAL files, oldest first."""
-    found = []
-    for path in sorted(db_path.glob("*.log")):
-        with suppress(FileNotFoundError):  # dropped meanwhile: its rows lie in a table now
-            found.append((path.name, path.stat().st_size))
-    return found
-
-
-def synced_lengths(notes: Path) -> dict[str, int]:
-    """The longest length noted of each WAL file. Names are never used twice."""
-    lengths: dict[str, int] = {}
-    for line in notes.read_text().splitlines():
-        name, _, length = line.partition(" ")
-        if length.isdigit():
-            lengths[name] = max(lengths.get(name, 0), int(length))
-    return lengths
-
-
-def cut_wal(db_path: Path, notes: Path, rng: random.Random) -> tuple[int, int]:
-    """Cut the end of the newest WAL file off at a random byte of what was not synced: (bytes that were not, bytes cut)."""
-    files = wal_lengths(db_path)
-    if not files:
-        return 0, 0
-    name, length = files[-1]
-    synced = min(synced_lengths(notes).get(name, 0), length)
-    kept = rng.randint(synced, length)
-    os.truncate(db_path / name, kept)
-    return length - synced, length - kept
 
 
 # --- clients --------------------------------------------------------------------------------------------------------------------
@@ -473,9 +253,8 @@ class Clients:
     async def work(self) -> None:
         """Claim some jobs and do something with each of them."""
         rng = self.rng
-        call = await self.claim(
-            rng.sample(QUEUES, len(QUEUES)), jobs_max=rng.choice((1, 1, 3, 10)), lease_s=rng.choice(LEASES_S), wait_s=rng.choice((0, 0.3))
-        )
+        jobs_max, lease_s, wait_s = rng.choice((1, 1, 3, 10)), rng.choice(LEASES_S), rng.choice((0, 0.3))
+        call = await self.claim(rng.sample(QUEUES, len(QUEUES)), jobs_max=jobs_max, lease_s=lease_s, wait_s=wait_s)
         jobs = list(call.jobs.values())
         if len(jobs) > 2 and rng.random() < 0.5:
             await self.end_many(jobs, call.worker)
@@ -523,7 +302,7 @@ class Clients:
     async def see(self) -> tuple[dict[str, SeenJob], dict[str, dict[str, int]]]:
         """Every job with its attempts, and the depth of every queue by status."""
         jobs: dict[str, Any] = {}
-        cursor = ""
+        cursor: str | None = ""
         while cursor is not None:
             page = await self.read("/v1/jobs?limit=1000" + (f"&cursor={cursor}" if cursor else ""))
             for job in page["jobs"]:
@@ -580,22 +359,22 @@ class Report:
     def lines(self) -> list[str]:
         plan = self.plan
         told = [
-            f"{plan.rounds} rounds, seed {plan.seed}, {self.took_s:.1f} s: {self.kills} kills, {self.starts_killed} of them while starting;"
-            f" slowest start {self.start_s_max:.2f} s",
+            f"{plan.rounds} rounds, seed {plan.seed}, {self.took_s:.1f} s: {self.kills} kills, {self.starts_killed} of them"
+            f" while starting; slowest start {self.start_s_max:.2f} s",
         ]
         if plan.cut_wal:
             told.append(
                 f"WAL cut in {self.cut_rounds} rounds: {self.cut_bytes:,} of {self.unsynced_bytes:,} bytes that were not synced"
             )
-        told += [f"{name:12}  {done:7,} acknowledged  {refused:6,} refused  {unknown:6,} unknown" for name, (done, refused, unknown) in self.counts.items()]
+        for name, (done, refused, unknown) in self.counts.items():
+            told.append(f"{name:12}  {done:7,} acknowledged  {refused:6,} refused  {unknown:6,} unknown")
         told.append(f"{self.jobs:,} jobs with {self.attempts:,} attempts on record, all final; {self.sweeps} audit sweeps")
         told += self.faults[:50] or ["0 lost, 0 triggered twice, 0 ends lost, tokens grow, 0 audit repairs"]
         return told
 
 
 async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda _line: None) -> Report:
-    """Play a plan in a directory that is empty or not there."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Play a plan in a directory that is there and empty."""
     notes = directory / "synced" if plan.cut_wal else None
     node = NodeProcess(directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes)
     rng = random.Random(plan.seed)
@@ -606,8 +385,8 @@ async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda 
     try:
         async with clients.session():
             async with asyncio.TaskGroup() as tasks:
-                acts = [(clients.produce, 0.02)] * plan.producers + [(clients.work, 0.01)] * plan.workers + [(clients.cancel, 0.1)]
-                running = [tasks.create_task(clients.forever(act, pause_s), name=act.__name__) for act, pause_s in acts]
+                acts = [clients.produce] * plan.producers + [clients.work] * plan.workers + [clients.cancel]
+                running = [tasks.create_task(clients.forever(act, PAUSES_S[act.__name__]), name=act.__name__) for act in acts]
                 for number in range(plan.rounds):
                     await _play_round(node, clients, rng, report)
                     if (number + 1) % 10 == 0:
@@ -669,7 +448,7 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
     clients.resume(node.url)
     await asyncio.sleep(AUDIT_GRACE_S)
     swept = (await clients.read("/status"))["audit"]["sweeps"]
-    while (await clients.read("/status"))["audit"]["sweeps"] < swept + 2:
+    while (await clients.read("/status"))["audit"]["sweeps"] < swept + 2:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     await clients.drain()
     seen, depths = await clients.see()
@@ -681,23 +460,26 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
     if status["audit"]["repairs"]:
         report.faults.append(f"audit: {status['audit']['repairs']} repairs")
     if status["in_flight"] or status["ready_jobs"]["count"]:
-        report.faults.append(f"depth_adds_up: {status['in_flight']} in flight, {status['ready_jobs']['count']} ready after the drain")
+        report.faults.append(f"depth_adds_up: after the drain {status['in_flight']} in flight, ready {status['ready_jobs']}")
     report.faults += [f"log: {line[:500]}" for line in node.log_faults()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m wheelsched.testing.crash", description="Kill a node under load, and check its word.")
+    parser = argparse.ArgumentParser(
+        "python -m wheelsched.testing.crash", description="Kill a node under load, and check its word."
+    )
     usual = Plan()
     parser.add_argument("--rounds", type=int, default=usual.rounds)
-    parser.add_argument("--seed", type=int, default=None, help="of the instants of the kills and of what clients do; default: a new one")
+    parser.add_argument("--seed", type=int, help="of kills and clients; a new one by default")
     parser.add_argument("--cut-wal", action="store_true", help="after each kill, cut off a part of what was not synced")
     parser.add_argument("--producers", type=int, default=usual.producers)
     parser.add_argument("--workers", type=int, default=usual.workers)
-    parser.add_argument("--data-dir", type=Path, help="kept, with the node's log beside it; default: a directory that goes if all is well")
+    parser.add_argument("--data-dir", type=Path, help="kept, with the node's log beside it; by default removed if all is well")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     plan = Plan(given.rounds, seed, given.cut_wal, given.producers, given.workers)
     directory = given.data_dir or Path(tempfile.mkdtemp(prefix="wheelsched-crash-"))
+    directory.mkdir(parents=True, exist_ok=True)
     try:
         report = asyncio.run(run(plan, directory, lambda line: print(line, flush=True)))
         faults = report.faults

@@ -1,11 +1,11 @@
 """What clients saw of a node that was killed under them, and whether the node's story in the end agrees with it.
 
-A `History` records every call with what came of it: answered, refused, or unknown (sent, and no answer came back). Each claim is made
-under a worker name of its own, and each job carries its creation's number in its payload, so that the node's rows lead back to the very
-call that made them. `check` then compares, by the names the invariants have in the product:
+A `History` records every call with what came of it: answered, refused, or unknown (sent, and no answer came back). Each claim
+is made under a worker name of its own, and each job carries its creation's number in its payload, so that the node's rows lead
+back to the very call that made them. `check` then compares, by the names the invariants have in the product:
 
     never_lost              what was acknowledged is there: every job, every claim, every end of an attempt, every cancel
-    one_job_per_key         one creation is one job, however often its key was sent and whatever was answered; none was refused and made
+    one_job_per_key         one creation is one job, however often its key was sent; none was refused and made
     one_live_lease          attempts count from 1 without gap or overlap; each was handed out by one claim, to nobody else
     token_grows             fencing tokens grow with the attempts of a job, and in each group from one answer to the next call
     never_early             no attempt starts before its job is due, no lease ends before its time
@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
+from itertools import pairwise
 from typing import Any, Final
 
 from wheelsched.core.ids import GROUP_COUNT_DEFAULT, group_of, parse_job_id
@@ -182,7 +183,9 @@ def _check_tokens(history: History) -> Iterator[str]:
             by_group[_group(one.job_id)].append((call.sent_at, call.answered_at, one.fencing, one.job_id))
     for group, given in by_group.items():
         tokens = Counter(fencing for _, _, fencing, _ in given)
-        yield from (f"token_grows: {token} was given {count} times in group {group}" for token, count in tokens.items() if count > 1)
+        for token, count in tokens.items():
+            if count > 1:
+                yield f"token_grows: {token} was given {count} times in group {group}"
         answered = sorted((answered_at, fencing) for _, answered_at, fencing, _ in given)
         highest, position = 0, 0
         for sent_at, _, fencing, job_id in sorted(given):
@@ -204,11 +207,10 @@ def _check_attempts(
     for call, one in handed:
         if (one.attempt, call.worker) not in rows:
             yield f"never_lost: {job_id} was handed out as attempt {one.attempt} to {call.worker}, of which nothing is known"
-    # Released: the next claim has the same number; only a cancelled job has none.
-    cancelled = found.job["status"] == "CANCELLED"
-    counted = [
-        row["attempt"] for row in found.attempts if row["outcome"] != "released" or (cancelled and row is found.attempts[-1])
-    ]
+    # A released attempt is not counted, and the next one has its number; but it is where a cancel request ended it.
+    counted = [row["attempt"] for row in found.attempts if row["outcome"] != "released"]
+    if found.attempts and found.attempts[-1]["outcome"] == "released" and found.job["attempt"] == len(counted) + 1:
+        counted.append(found.attempts[-1]["attempt"])
     if counted != list(range(1, found.job["attempt"] + 1)):
         yield f"one_live_lease: {job_id} is at attempt {found.job['attempt']} and has the attempts {counted}"
     before_ms = instant_ms(found.job["fire_at"])
@@ -219,7 +221,7 @@ def _check_attempts(
         before_ms = instant_ms(row["ended_at"]) if row["ended_at"] else before_ms
         yield from _check_claimed(job_id, row, claims)
     one_by_one = sorted((one.attempt, call.sent_at, one.fencing) for call, one in handed)
-    for (_, _, lower), (attempt, _, higher) in zip(one_by_one, one_by_one[1:], strict=False):
+    for (_, _, lower), (attempt, _, higher) in pairwise(one_by_one):
         if higher <= lower:
             yield f"token_grows: attempt {attempt} of {job_id} has token {higher} after {lower}"
 

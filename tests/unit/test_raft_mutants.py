@@ -1,0 +1,31 @@
+"""Every planted bug is found: by the vectors, and some by the random walk as well. See `wheelsched/testing/raft_mutants.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from wheelsched.testing.raft_mutants import MUTANTS, Mutant, caught_by_vectors, caught_by_walk
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "raft"
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.topics], ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_vectors_catch(mutant: Mutant) -> None:
+    assert caught_by_vectors(mutant, VECTORS, mutant.topics)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.walk_seeds], ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_walk_catches(mutant: Mutant) -> None:
+    assert caught_by_walk(mutant, mutant.walk_seeds)
+
+
+def test_without_a_mutant_nothing_is_caught() -> None:
+    nothing = Mutant("nothing", (Mutant, "unused", None))
+    Mutant.unused = None  # type: ignore[attr-defined]
+    try:
+        assert not caught_by_vectors(nothing, VECTORS, ("durability", "own"))
+        assert not caught_by_walk(nothing, 3)
+    finally:
+        del Mutant.unused  # type: ignore[attr-defined]
