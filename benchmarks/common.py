@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import resource
@@ -72,7 +73,7 @@ def percentile(values: Sequence[float], q: float) -> float:
     if not values:
         raise ValueError("no values")
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(q * len(ordered) * 1_000_000) // 1_000_000) - 1))]
+    return ordered[max(math.ceil(round(q * len(ordered), 6)) - 1, 0)]
 
 
 def machine() -> dict[str, Any]:
@@ -343,12 +344,12 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def directory_bytes(path: Path) -> int:
-    """What its files take on disk."""
+    """What its files hold; space that RocksDB has only reserved for a log does not count."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
             try:
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
+                total += os.path.getsize(os.path.join(folder, name))
             except FileNotFoundError:
                 continue  # compacted away meanwhile
     return total

@@ -25,7 +25,7 @@ CHECKS = (
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, None], ids=("fixed", "fresh"))
-def test_answers_are_as_documented_whatever_is_sent(seed: int | None, node: NodeProcess, http: Http) -> None:
+def test_answers_are_as_documented_whatever_is_sent(seed: int | None, node: NodeProcess, http: Http, tmp_path: Path) -> None:
     """No 5xx but 503; statuses, types and bodies as documented; what the schema forbids is refused. A traceback in the log fails
     the test as well (see `make_node`)."""
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
@@ -34,9 +34,7 @@ def test_answers_are_as_documented_whatever_is_sent(seed: int | None, node: Node
         "run", f"{node.url}/openapi.json", "--seed", str(seed), "--max-examples", str(EXAMPLES), "--checks", CHECKS,
         "--request-timeout", "30", "--continue-on-failure", "--no-color", "--no-shrink", "--warnings", "off",
     ]  # fmt: skip
-    run = subprocess.run(
-        command, cwd=FOLDER, env={**os.environ, "PYTHONPATH": str(FOLDER)}, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(FOLDER)}, capture_output=True, text=True, check=False)
     assert run.returncode == 0, f"seed {seed}\n{run.stdout}\n{run.stderr}"
     assert http.get("/readyz")["ready"]
 

@@ -219,7 +219,7 @@ def a_create(
 ) -> Create:  # fmt: skip
     """`spec`: fields of a `JobSpec`."""
     return Create(
-        an_id(name), tenant, queue, priority, run_at_ms, delay_ms, window_ms, spread_ms, encode_spec(JobSpec(0, **spec)), payload,
+        an_id(name), tenant, queue, priority, run_at_ms, delay_ms, window_ms, spread_ms, encode_spec(JobSpec(window_ms, **spec)), payload,
         fingerprint,
     )  # fmt: skip
 

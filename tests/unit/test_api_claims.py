@@ -46,7 +46,7 @@ async def test_a_claimed_job_has_the_fields_of_the_contract() -> None:
         assert b'"payload":{"a" :1},' in claimed.body
         (item,) = claimed.json["jobs"]
         token = item.pop("lease_token")
-        assert token.startswith("att_") and len(token) == 50
+        assert token.startswith("att_") and len(token) == 60
         assert item == {
             "job_id": job["job_id"], "queue": "mail", "attempt": 1, "lease_expires_at": "2027-01-15T08:00:45.250Z",
             "idempotency_key": f"{job['job_id']}@2027-01-15T08:00:00.250Z", "fencing_token": 1, "payload": {"a": 1},

@@ -611,7 +611,7 @@ async def test_errors_of_the_node_are_problems_and_bugs_do_not_leak() -> None:
 async def test_another_tenants_job_looks_like_none() -> None:
     node = FakeNode()
     job_id = new_job_id(NOW_MS, node.rng)
-    node.apply([Create(job_id, "other", "mail", 1, -1, 0, 0, 0, encode_spec(JobSpec(-1)), b"1")])
+    node.apply([Create(job_id, "other", "mail", 1, -1, 0, 0, 0, encode_spec(JobSpec()), b"1")])
     async with serving(node) as api:
         assert (await api.call("GET", f"/v1/jobs/{format_job_id(job_id)}")).status == 404
         assert (await api.call("DELETE", f"/v1/jobs/{format_job_id(job_id)}")).status == 404

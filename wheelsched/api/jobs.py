@@ -212,7 +212,7 @@ def _spec(model: JobCreate, window_ms: int, traceparent: str, faults: list[Fault
     if not isinstance(model.labels, UnsetType):
         labels = model.labels
         schemas.check_labels(labels, faults)
-    return JobSpec(-1, window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent)
+    return JobSpec(window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent)
 
 
 def _retry_changes(retry: schemas.Retry, faults: list[Fault]) -> dict[str, int]:
@@ -241,19 +241,8 @@ async def _created(api: Api, request: Request, draft: Draft, reply: Reply) -> tu
     command = draft.command
     # Due at its acceptance: the Fire that follows in the same entry makes it QUEUED before this answer leaves.
     is_due = state.fire_at_ms <= state.created_at_ms and not state.held
-    body = render.job_json(state, "QUEUED" if is_due else "SCHEDULED", draft.spec, run_at_ms(command, state), command.payload)
+    body = render.job_json(state, "QUEUED" if is_due else "SCHEDULED", draft.spec, command.payload)
     return 201, body, state.version
-
-
-def run_at_ms(command: Create, state: JobState) -> int:
-    """The `run_at` that apply stored, from what it answered: `fire_at` less the place in the flexible window, but for an instant given
-    by the client, which may lie in the past. (engine/jobs.py places jobs; a test holds the two together.)"""
-    spread_hash = ids.spread_hash(command.job_id) if command.spread_ms or command.window_ms else 0
-    if command.run_at_ms != -1:
-        return command.run_at_ms + (spread_hash % command.spread_ms if command.spread_ms else 0)
-    if command.window_ms:
-        return state.fire_at_ms - (spread_hash >> 32) % max(1, command.window_ms * 9 // 10)
-    return state.fire_at_ms
 
 
 # --- read -----------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def labels_json(labels: dict[str, str]) -> bytes:
 
 def job(record: JobRecord) -> bytes:
     """One job, as every call that answers with a job shows it."""
-    return job_json(record.state, STATUS_NAMES[record.status], record.spec, record.spec.run_at_ms, record.payload, _ends(record))
+    return job_json(record.state, STATUS_NAMES[record.status], record.spec, record.payload, _ends(record))
 
 
 def _ends(record: JobRecord) -> bytes:
@@ -46,12 +46,12 @@ def _ends(record: JobRecord) -> bytes:
     return b"".join(parts)
 
 
-def job_json(state: JobState, status: str, spec: JobSpec, run_at_ms: int, payload: bytes, ends: bytes = b"") -> bytes:
+def job_json(state: JobState, status: str, spec: JobSpec, payload: bytes, ends: bytes = b"") -> bytes:
     """The same from its parts; `ends` are the members after the instants, each with its comma."""
     timing = f'{{"class":"flexible","window_s":{format_seconds(spec.window_ms)}}}' if spec.window_ms else '{"class":"precise"}'
     head = (
         f'{{"job_id":"{format_job_id(state.job_id)}","queue":"{state.queue}","status":"{status}",'
-        f'"run_at":"{format_instant(run_at_ms)}","fire_at":"{format_instant(state.fire_at_ms)}","timing":{timing},'
+        f'"run_at":"{format_instant(state.run_at_ms)}","fire_at":"{format_instant(state.fire_at_ms)}","timing":{timing},'
         f'"priority":"{PRIORITY_NAMES[state.priority]}","target":'
     )
     target = spec.target or b'{"type":"task"}'
@@ -103,7 +103,7 @@ def _claimed_job(item: ClaimedJob) -> bytes:
     )
     content = b'":' + item.payload if not spec.payload_ref else b'_ref":' + orjson.dumps(spec.payload_ref)
     tail = (
-        f',"run_at":"{format_instant(spec.run_at_ms)}","fire_at":"{fire_at}","timeout_s":{format_seconds(spec.timeout_ms)},'
+        f',"run_at":"{format_instant(state.run_at_ms)}","fire_at":"{fire_at}","timeout_s":{format_seconds(spec.timeout_ms)},'
         f'"max_attempts":{spec.max_attempts},"labels":'
     )
     end = b',"traceparent":"%b"}' % spec.traceparent.encode() if spec.traceparent else b"}"

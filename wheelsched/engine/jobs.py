@@ -64,10 +64,9 @@ def create(context: Context, command: Create) -> Reply:
         job_id, SCHEDULED, 1, command.tenant, command.queue, lane, command.priority, fire_at_ms, now_ms, now_ms, held,
         fingerprint=fingerprint, keep_until_ms=now_ms + limits.KEEP_KEYED_MS if fingerprint else 0,
         max_attempts=spec.max_attempts, initial_backoff_ms=spec.initial_backoff_ms, max_backoff_ms=spec.max_backoff_ms,
-        timeout_ms=spec.timeout_ms, start_deadline_ms=spec.start_deadline_ms,
+        timeout_ms=spec.timeout_ms, start_deadline_ms=spec.start_deadline_ms, run_at_ms=base_ms,
     )  # fmt: skip
-    spec = replace(spec, run_at_ms=base_ms, window_ms=command.window_ms)
-    context.put_job(state, encode_spec(spec), command.payload)
+    context.put_job(state, command.spec, command.payload)
     context.change("create", None, state)
     return Reply(state=state)
 
@@ -103,7 +102,7 @@ def update(context: Context, command: Update) -> Reply:
         return Reply("version-mismatch", detail, before)
     spec_bytes, payload = split_job(context.job_row(before))
     spec = decode_spec(spec_bytes)
-    new_spec = _changed_spec(context, spec, command)
+    new_spec = _changed_spec(spec, command)
     after = _changed_state(context, before, spec, new_spec, command)
     new_payload = payload if command.payload is None else command.payload
     if after == before and new_spec == spec and new_payload == payload:
@@ -116,12 +115,8 @@ def update(context: Context, command: Update) -> Reply:
     return Reply(state=after)
 
 
-def _changed_spec(context: Context, spec: JobSpec, command: Update) -> JobSpec:
+def _changed_spec(spec: JobSpec, command: Update) -> JobSpec:
     changes: dict[str, object] = {name: command.spec_changes[name] for name in _CHANGEABLE if name in command.spec_changes}
-    if command.run_at_ms != -1:
-        changes["run_at_ms"] = command.run_at_ms
-    elif command.delay_ms != -1:
-        changes["run_at_ms"] = context.stamp_ms + command.delay_ms
     if command.window_ms != -1:
         changes["window_ms"] = command.window_ms
     if command.payload is not None:
@@ -137,12 +132,16 @@ def _changed_state(context: Context, before: JobState, spec: JobSpec, new_spec: 
         max_attempts=new_spec.max_attempts, initial_backoff_ms=new_spec.initial_backoff_ms,
         max_backoff_ms=new_spec.max_backoff_ms, timeout_ms=new_spec.timeout_ms,
     )  # fmt: skip
-    timed = command.run_at_ms != -1 or command.delay_ms != -1
-    if not timed and new_spec.window_ms == spec.window_ms:
+    run_at_ms = before.run_at_ms
+    if command.run_at_ms != -1:
+        run_at_ms = command.run_at_ms
+    elif command.delay_ms != -1:
+        run_at_ms = context.stamp_ms + command.delay_ms
+    elif new_spec.window_ms == spec.window_ms:
         return after
-    lane, fire_at_ms = _placed(before.job_id, new_spec.run_at_ms, new_spec.window_ms)
+    lane, fire_at_ms = _placed(before.job_id, run_at_ms, new_spec.window_ms)
     fire_at_ms, held = context.settle_due(fire_at_ms)
-    return replace(after, lane=lane, fire_at_ms=fire_at_ms, held=held)
+    return replace(after, lane=lane, fire_at_ms=fire_at_ms, held=held, run_at_ms=run_at_ms)
 
 
 def cancel(context: Context, command: Cancel) -> Reply:

@@ -30,7 +30,7 @@ class Create(Command, frozen=True, tag="c"):
     delay_ms: int
     window_ms: int  # 0: precise
     spread_ms: int  # a batch spread over a window; 0: not
-    spec: bytes  # JobSpec; its run_at_ms is filled in by apply
+    spec: bytes  # JobSpec, with the same window_ms
     payload: bytes
     fingerprint: bytes = b""
 

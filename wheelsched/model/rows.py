@@ -7,6 +7,7 @@ fixed header, three variable parts and then the client's payload bytes, which ar
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Final
 
 import msgspec
@@ -61,12 +62,12 @@ class JobState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     max_backoff_ms: int = 600_000
     timeout_ms: int = 3_600_000
     start_deadline_ms: int = -1  # after fire_at; -1: none
+    run_at_ms: int = 0  # as asked for; fire_at is where it was placed
 
 
 class JobSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the client asked for, apart from queue, priority and payload."""
+    """What the client asked for, apart from queue, priority, time and payload: the same for most jobs of a queue."""
 
-    run_at_ms: int
     window_ms: int = 0  # 0: precise
     max_attempts: int = 6
     initial_backoff_ms: int = 10_000
@@ -223,7 +224,9 @@ def split_job(row: bytes) -> tuple[bytes, bytes]:
     return row[start : start + spec_size], row[start + spec_size :]
 
 
+@lru_cache(maxsize=4_096)
 def decode_spec(spec: bytes) -> JobSpec:
+    """Kept by its bytes, for jobs that differ in their payload alone share them."""
     return _decode_spec(spec)
 
 

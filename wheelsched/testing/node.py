@@ -190,7 +190,7 @@ class TestNode:
         """The command that `create` proposes."""
         fields = {name: value for name, value in locals().items() if name not in ("self", "key")}
         spec = JobSpec(
-            0, max_attempts=max_attempts, initial_backoff_ms=_ms(initial_backoff_s), max_backoff_ms=_ms(max_backoff_s),
+            _ms(window_s), max_attempts=max_attempts, initial_backoff_ms=_ms(initial_backoff_s), max_backoff_ms=_ms(max_backoff_s),
             timeout_ms=_ms(timeout_s), start_deadline_ms=-1 if start_deadline_s is None else _ms(start_deadline_s),
             labels=dict(labels or {}),
         )  # fmt: skip

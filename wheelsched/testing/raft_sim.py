@@ -93,11 +93,11 @@ class Profile:
             pauses=some(0.5),
             slow_sync=tuple(node_id for node_id in ids if rng.random() < 0.3) if rng.random() < 0.5 else (),
             slow_apply=tuple(node_id for node_id in ids if rng.random() < 0.3) if rng.random() < 0.5 else (),
-            compaction=some(0.3, 2.0),
+            compaction=some(1.0, 4.0),
             churn=some(0.5, 2.0),
             transfers=some(0.3, 1.0),
             reads=some(1.0, 4.0),
-            campaigns=some(0.2, 1.0),
+            campaigns=some(0.5, 2.0),
             clock_rates=tuple(rng.choice((0.5, 1.0, 1.0, 2.0)) if rng.random() < 0.3 else 1.0 for _ in ids),
         )
 
@@ -171,7 +171,10 @@ class Simulation:
         conf = make_configuration(range(1, self.profile.voters + 1))
         for node_id in conf.voters:
             self._add_node(node_id, Image(conf=conf, term=1, commit=10, start_index=10, start_term=1, applied=10, applied_term=1))
-        if self.rng.random() < 0.7:  # else the walk is half over before anybody leads
+        if self.rng.random() < 0.8:  # else the walk is half over before anybody leads
+            for node in self.world.nodes.values():
+                for _ in range(self.profile.config.election_tick):  # the silence after a start is over
+                    node.running.tick()
             self.world.nodes[self.rng.randint(1, self.profile.voters)].running.campaign()
         self._events = self._weigh()
         self._bounds = list(accumulate(weight for weight, _ in self._events))
@@ -185,7 +188,7 @@ class Simulation:
             (34.0, self._deliver),
             (16.0, self._turn),
             # In a tick as many messages travel whatever the election timeout is, or a short one would mean elections only.
-            (1.0 + profile.config.election_tick, self._tick),
+            (2.0 + 1.5 * profile.config.election_tick, self._tick),
             (8.0, self._write),
             (6.0, self._sync),
             (6.0, self._apply),
