@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -134,8 +135,7 @@ class Connection(asyncio.Protocol):
         self.on_lost: Callable[[], None] = _nothing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is none by name
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -303,8 +303,6 @@ async def pump(lines: Sequence[Connection], requests: Iterable[bytes], *, second
 
 
 async def _tell(name: str, pumped: Pumped) -> None:
-    import sys
-
     while True:
         await asyncio.sleep(PROGRESS_S)
         print(f"{name}: {pumped.answers:,} answers, {pumped.refused:,} refused", file=sys.stderr)
@@ -402,6 +400,12 @@ def _sample(body: bytes, name: str) -> float:
     return float(body[start + len(wanted) : body.find(b"\n", start)])
 
 
+async def status_of(line: Connection) -> dict[str, Any]:
+    """The JSON of /status."""
+    found: dict[str, Any] = json.loads(await line.ask(get("/status")))
+    return found
+
+
 async def histogram(line: Connection, name: str, labels: str) -> dict[float, float]:
     """Upper bound -> cumulative count of one histogram of /metrics, `labels` as written there (`class="precise"`)."""
     found = {}
@@ -434,7 +438,7 @@ async def sample(port: int, rss_bytes: Callable[[], int], watch: Watch, *, inter
     """Look at a node until cancelled. /status tells the largest lag of the last second, so nothing falls between two looks."""
     async with connections(port, 1) as (line,):
         while True:
-            status = json.loads(await line.ask(get("/status")))
+            status = await status_of(line)
             watch.samples += 1
             watch.rss_bytes_max = max(watch.rss_bytes_max, rss_bytes())
             watch.loop_lag_ms_max = max(watch.loop_lag_ms_max, status["loop_lag_ms"])

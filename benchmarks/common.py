@@ -329,6 +329,9 @@ def running_node(settings: Mapping[str, object] | None = None, *, start: bool = 
             if start:
                 node.start()
             yield node
+        except BaseException:
+            print(f"log of the node:\n{node.log_tail(60)}", file=sys.stderr)
+            raise
         finally:
             node.kill()
 

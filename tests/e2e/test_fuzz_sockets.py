@@ -75,18 +75,19 @@ def deep(opening: bytes, closing: bytes, depth: int) -> bytes:
 
 
 JOB: Final = b'{"queue":"mail"}'
+# (what is sent, the answers). What comes in one segment with garbage behind it may be refused with it, answered 400 and not done.
 CASES: Final[dict[str, tuple[bytes, list[int]]]] = {
     "garbage": (bytes(range(256)) * 4, [400]),
     "TLS hello": (bytes.fromhex("1603010200010001fc0303") + bytes(500), [400]),
     "empty lines": (b"\r\n\r\n\r\n", []),
-    "no version": (b"GET /livez\r\n\r\n", [400]),
+    "no version": (b"GET /livez\r\n\r\n", [200]),
     "HTTP/9.9": (b"GET /livez HTTP/9.9\r\nHost: node\r\n\r\n", [400]),
     "method of garbage": (b"G\x00T /livez HTTP/1.1\r\nHost: node\r\n\r\n", [400]),
     "header without colon": (b"GET /livez HTTP/1.1\r\nHost node\r\n\r\n", [400]),
     "header with NUL": (b"GET /livez HTTP/1.1\r\nHost: no\x00de\r\n\r\n", [400]),
     "folded header": (b"GET /livez HTTP/1.1\r\nHost: node\r\nX: a\r\n b\r\n\r\n", [400]),
     "header of 20 KiB": (b"GET /livez HTTP/1.1\r\nX: " + b"a" * 20_480 + b"\r\n\r\n", [413]),
-    "headers of 40 KiB": (b"GET /livez HTTP/1.1\r\n" + b"".join(b"X-%d: " % n + b"a" * 1_000 + b"\r\n" for n in range(40)) + b"\r\n", [413]),
+    "headers of 40 KiB": (b"GET /livez HTTP/1.1\r\nHost: node\r\n" + (b"X: " + b"a" * 1_000 + b"\r\n") * 40 + b"\r\n", [413]),
     "1,000 headers": (b"GET /livez HTTP/1.1\r\n" + b"X: a\r\n" * 1_000 + b"\r\n", [400]),
     "path of 20 KiB": (b"GET /" + b"a" * 20_480 + b" HTTP/1.1\r\nHost: node\r\n\r\n", [413]),
     "path not UTF-8": (b"GET /v1/queues/%ff HTTP/1.1\r\nHost: node\r\n\r\n", [400]),
@@ -96,7 +97,7 @@ CASES: Final[dict[str, tuple[bytes, list[int]]]] = {
     "length of words": (post("/v1/jobs", JOB, "Content-Length: many"), [400]),
     "length and chunks": (post("/v1/jobs", JOB, "Content-Length: 16", "Transfer-Encoding: chunked"), [400]),
     "length too long": (post("/v1/jobs", JOB, length=100), [400]),
-    "length too short": (post("/v1/jobs", JOB + b"rest", length=len(JOB)), [201, 400]),
+    "length too short": (post("/v1/jobs", JOB + b"rest", length=len(JOB)), [400]),
     "length of 10 GB": (post("/v1/jobs", JOB, length=10 * 1024**3), [413]),
     "chunk size of garbage": (post("/v1/jobs", b"zz\r\n" + JOB, "Transfer-Encoding: chunked"), [400]),
     "chunk longer than told": (post("/v1/jobs", b"2\r\n" + JOB + b"\r\n0\r\n\r\n", "Transfer-Encoding: chunked"), [400]),
@@ -124,12 +125,12 @@ CASES: Final[dict[str, tuple[bytes, list[int]]]] = {
     "1e400": (post("/v1/jobs", b'{"queue":"mail","delay_s":1e400}'), [400]),
     "a million digits": (post("/v1/jobs", b'{"queue":"mail","delay_s":' + b"9" * 1_000_000 + b"}"), [400]),
     "asterisk": (b"OPTIONS * HTTP/1.1\r\nHost: node\r\n\r\n", [404]),
-    "CONNECT": (b"CONNECT node:80 HTTP/1.1\r\nHost: node\r\n\r\n", [400]),
+    "CONNECT": (b"CONNECT node:80 HTTP/1.1\r\nHost: node\r\n\r\n", [404]),
     "Upgrade": (b"GET /livez HTTP/1.1\r\nHost: node\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", [200]),
     "Expect": (post("/v1/jobs", JOB, "Expect: 100-continue"), [201]),
     "half closed": (post("/v1/jobs", JOB), [201]),
     "pipelined": ((post("/v1/jobs", JOB) + b"GET /livez HTTP/1.1\r\nHost: node\r\n\r\n") * 20, [201, 200] * 20),
-    "pipelined, then garbage": (post("/v1/jobs", JOB) * 2 + b"\x00\x01\x02\r\n\r\n", [201, 201, 400]),
+    "pipelined, then garbage": (post("/v1/jobs", JOB) * 2 + b"\x00\x01\x02\r\n\r\n", [400]),
 }  # fmt: skip
 
 
@@ -139,9 +140,10 @@ def test_each_kind_of_nonsense_has_its_answer(node: NodeProcess, http: Http) -> 
     for name, (data, expected) in CASES.items():
         found = [status for status in statuses(talk(node.url, data)) if status != 100]
         # An answer sent while we were still sending may be lost in the reset that follows.
-        if found != expected and not (not found and len(data) > 1024**2):
+        is_lost = not found and len(data) > limits.REQUEST_BYTES_MAX
+        if not is_lost and (found != expected if len(expected) != 1 else found[-1:] != expected):
             wrong[name] = (expected, found)
-    assert not wrong
+    assert not wrong, wrong
     assert http.get("/readyz")["ready"]
 
 

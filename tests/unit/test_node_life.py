@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from wheelsched.core.errors import NotFound
+from wheelsched.model.commands import Cancel
 from wheelsched.model.rows import QueueSettings
 from wheelsched.testing import TestNode, open_test_node
 from wheelsched.testing.checks import check_audit, check_rows
@@ -136,10 +137,9 @@ async def test_a_clock_set_back_between_a_sweep_and_the_naming_of_a_held_job_los
 async def test_a_job_cancelled_between_its_sweep_and_its_fire_is_counted_nowhere() -> None:
     """Its record was on its way to the ready queue: depths stay exact."""
     async with open_test_node() as node:
-        node.store  # noqa: B018
         jobs = [await node.create(delay_s=10) for _ in range(10)]
         node.clock.advance(ms=10_000)
-        cancels = [asyncio.ensure_future(node.node.propose(_cancel(node, job.job_id))) for job in jobs[::2]]
+        cancels = [asyncio.ensure_future(node.node.propose(Cancel(job.job_id, node.tenant))) for job in jobs[::2]]
         await asyncio.sleep(0)
         await node.node.dispatcher.firing.turn()
         await asyncio.gather(*cancels)
@@ -148,8 +148,3 @@ async def test_a_job_cancelled_between_its_sweep_and_its_fire_is_counted_nowhere
         assert len(await node.claim(jobs_max=10)) == 5
         check_rows(node.store, node.settings.cluster.group_count)
 
-
-def _cancel(node: TestNode, job_id: bytes) -> object:
-    from wheelsched.model.commands import Cancel
-
-    return Cancel(job_id, node.tenant)

@@ -231,6 +231,7 @@ class Claims:
                     queue.drop_reserved()  # the job moved on between becoming ready and its claim
                     continue
                 spec, payload = split_job(found.row)
+                self._replicas.keep_row(state, found.row)
                 self._on_started(state)
                 order = (rank, state.lane, state.priority, state.fire_at_ms)
                 handed.append((order, ClaimedJob(state, decode_spec(spec), payload)))

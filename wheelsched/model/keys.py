@@ -7,6 +7,7 @@ comes first: a timer carries only that half, and (group, lane, fire_at, random h
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Final
 
 JOBS: Final = "jobs"
@@ -69,6 +70,7 @@ def attempt_version(key: bytes) -> int:
     return int.from_bytes(key[18:22], "big")
 
 
+@lru_cache(maxsize=8_192)
 def queue_prefix(group: int, tenant: str, queue: str) -> bytes:
     """Names hold no NUL, so the terminators keep `a` and `ab` apart."""
     return b"%b%b\0%b\0" % (_GROUP.pack(group), tenant.encode(), queue.encode())

@@ -43,15 +43,13 @@ class Proposal:
 
 def command_bytes(command: AnyCommand) -> int:
     """About how many bytes a command adds to its entry; only payloads matter, the rest is a constant."""
-    match command:
-        case Create():
-            return 160 + len(command.payload) + len(command.spec)
-        case Complete():
-            return 64 + len(command.error) + len(command.result)
-        case Update():
-            return 128 + len(command.payload or b"")
-        case _:
-            return 96
+    if isinstance(command, Create):
+        return 160 + len(command.payload) + len(command.spec)
+    if isinstance(command, Complete):
+        return 64 + len(command.error) + len(command.result)
+    if isinstance(command, Update):
+        return 128 + len(command.payload or b"")
+    return 96
 
 
 def may_be_due(command: AnyCommand, stamp_ms: int) -> bool:
@@ -59,15 +57,11 @@ def may_be_due(command: AnyCommand, stamp_ms: int) -> bool:
 
     Wrongly true costs a few bytes; wrongly false costs the job one more turn, since its timer fires at the next sweep anyway.
     """
-    match command:
-        case Create() | Update():
-            return command.run_at_ms <= stamp_ms and command.delay_ms <= 0
-        case Redrive():
-            return command.delay_ms <= 0
-        case RunNow():
-            return True
-        case _:
-            return False
+    if isinstance(command, (Create, Update)):
+        return command.run_at_ms <= stamp_ms and command.delay_ms <= 0
+    if isinstance(command, Redrive):
+        return command.delay_ms <= 0
+    return isinstance(command, RunNow)
 
 
 def bounded_by(fire: Fire, stamp_ms: int) -> Fire:

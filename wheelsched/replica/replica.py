@@ -32,6 +32,7 @@ KIND_COMMANDS = 0
 TERM_ALONE = 1  # the only term of a group with one member
 # Applied rows go to the store in batches near this many: `write` holds the GIL, about 1.5 µs a row.
 WRITE_ROWS_MAX = 400
+LEASED_ROWS_BYTES_MAX = 64 * 1024 * 1024
 # Decoded counts kept for each group; a busy queue's are asked for in every entry.
 COUNTS_KEPT_MAX = 1_000
 # Applying pauses after this long so that sockets and timers get their turn.
@@ -70,8 +71,11 @@ class Replicas:
         self._clock = clock
         self._on_effects = on_effects
         self._replicas = {group: Replica(group, log.group_state(group)) for group in groups}
-        # States of leased jobs, as applied: each is asked for again at least once, when its attempt ends. As many as run.
+        # States and rows of leased jobs, as applied: each is asked for again when its attempt ends. As many as run; of the rows, as
+        # many as fit.
         self._leased: dict[bytes, JobState] = {}
+        self._leased_rows: dict[bytes, bytes] = {}
+        self._leased_rows_bytes = 0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -295,7 +299,21 @@ class Replicas:
                 if after is not None and after.status in LEASED:
                     self._leased[after.job_id] = after
                 elif effect.before is not None:
-                    self._leased.pop(effect.before.job_id, None)
+                    self._end_lease(effect.before.job_id)
+
+    def keep_row(self, state: JobState, row: bytes) -> None:
+        """The job row of a job that was just leased: unchanged for as long as the lease lasts, and wanted at its end."""
+        leased = self._leased.get(state.job_id)
+        # Between its claim and this call the attempt may have ended already.
+        if leased is not None and leased.fencing == state.fencing and self._leased_rows_bytes < LEASED_ROWS_BYTES_MAX:
+            self._leased_rows[state.job_id] = row
+            self._leased_rows_bytes += len(row)
+
+    def _end_lease(self, job_id: bytes) -> None:
+        self._leased.pop(job_id, None)
+        row = self._leased_rows.pop(job_id, None)
+        if row is not None:
+            self._leased_rows_bytes -= len(row)
 
     def _preload(self, txn: Transaction, entry: Entry) -> None:
         """Read what the entry will ask for in two sorted multigets instead of row by row."""
@@ -310,7 +328,13 @@ class Replicas:
             state_keys = [keys.state_key(txn.group, job_id) for job_id in job_ids]
             for job_id, row in zip(job_ids, self._store.multiget(keys.STATE, state_keys), strict=True):
                 txn.preload(job_id, row)
-        job_keys = prefetch_job_keys(entry, txn)
+        job_keys = []
+        for key in prefetch_job_keys(entry, txn):
+            row = self._leased_rows.get(keys.parse_job_key(key)[3])
+            if row is None:
+                job_keys.append(key)
+            else:
+                txn.preload_row(keys.JOBS, key, row)
         if len(job_keys) > 1:
             for key, row in zip(job_keys, self._store.multiget(keys.JOBS, job_keys), strict=True):
                 txn.preload_row(keys.JOBS, key, row)

@@ -29,7 +29,7 @@ from typing import Any, Final
 import aiohttp
 
 from wheelsched.store.directory import DB_NAME
-from wheelsched.testing.history import Cancelling, ClaimCall, Creation, End, Handed, History, Known, SeenJob, check, instant_ms
+from wheelsched.testing.history import Cancelling, ClaimCall, Creation, End, Handed, History, Known, SeenJob, Told, check, instant_ms
 from wheelsched.testing.process import NodeFailed, NodeProcess, cut_wal
 
 CALL_S_MAX: Final = 20.0
@@ -299,8 +299,8 @@ class Clients:
             if time.monotonic() > give_up:
                 raise NodeFailed(f"jobs that never end: {left}")
 
-    async def see(self) -> tuple[dict[str, SeenJob], dict[str, dict[str, int]]]:
-        """Every job with its attempts, and the depth of every queue by status."""
+    async def look(self) -> Told:
+        """Every job with its attempts, and the depth of every queue."""
         jobs: dict[str, Any] = {}
         cursor: str | None = ""
         while cursor is not None:
@@ -313,15 +313,15 @@ class Clients:
         seen: dict[str, SeenJob] = {}
         names = iter(list(jobs))
 
-        async def look() -> None:
+        async def look_closer() -> None:
             for job_id in names:
                 attempts = (await self.read(f"/v1/jobs/{job_id}/attempts"))["attempts"]
                 seen[job_id] = SeenJob(jobs[job_id], attempts)
 
-        await asyncio.gather(*(look() for _ in range(8)))
+        await asyncio.gather(*(look_closer() for _ in range(8)))
         queues = (await self.read("/v1/queues"))["queues"]
         depths = {queue["name"]: {status: sum(row.values()) for status, row in queue["depth"].items()} for queue in queues}
-        return seen, depths
+        return Told(seen, depths, (await self.read("/status"))["groups"])
 
 
 # --- the run --------------------------------------------------------------------------------------------------------------------
@@ -363,9 +363,7 @@ class Report:
             f" while starting; slowest start {self.start_s_max:.2f} s",
         ]
         if plan.cut_wal:
-            told.append(
-                f"WAL cut in {self.cut_rounds} rounds: {self.cut_bytes:,} of {self.unsynced_bytes:,} bytes that were not synced"
-            )
+            told.append(f"WAL cut in {self.cut_rounds} rounds: {self.cut_bytes:,} of {self.unsynced_bytes:,} bytes that were not synced")
         for name, (done, refused, unknown) in self.counts.items():
             told.append(f"{name:12}  {done:7,} acknowledged  {refused:6,} refused  {unknown:6,} unknown")
         told.append(f"{self.jobs:,} jobs with {self.attempts:,} attempts on record, all final; {self.sweeps} audit sweeps")
@@ -451,10 +449,10 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
     while (await clients.read("/status"))["audit"]["sweeps"] < swept + 2:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
     await clients.drain()
-    seen, depths = await clients.see()
-    report.jobs, report.attempts = len(seen), sum(len(found.attempts) for found in seen.values())
+    told = await clients.look()
+    report.jobs, report.attempts = len(told.jobs), sum(len(found.attempts) for found in told.jobs.values())
     report.counts = clients.history.counts()
-    report.faults = check(clients.history, seen, depths)
+    report.faults = check(clients.history, told)
     status = await clients.read("/status")
     report.sweeps = status["audit"]["sweeps"]
     if status["audit"]["repairs"]:
@@ -465,9 +463,7 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "python -m wheelsched.testing.crash", description="Kill a node under load, and check its word."
-    )
+    parser = argparse.ArgumentParser("python -m wheelsched.testing.crash", description="Kill a node under load, and check its word.")
     usual = Plan()
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--seed", type=int, help="of kills and clients; a new one by default")

@@ -106,6 +106,15 @@ class SeenJob:
     attempts: Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Everything the node tells in the end: its jobs by id, the depth of each queue by status, and how many groups it has."""
+
+    jobs: Mapping[str, SeenJob]
+    depths: Mapping[str, Mapping[str, int]]
+    group_count: int
+
+
 @dataclass(slots=True)
 class History:
     """Everything the clients of one run did. Grows; nothing is ever changed but the outcome of a call under way."""
@@ -127,19 +136,14 @@ class History:
         return {name: (total[Known.DONE], total[Known.REFUSED], total[Known.UNKNOWN]) for name, total in totals.items()}
 
 
-def check(
-    history: History, seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]], *, drained: bool = True
-) -> list[str]:
-    """What does not agree, each as `invariant: what`; empty: all is well. `seen` is every job of the node by id, `depths` jobs by
-    queue and status; `drained`: every job has to be final."""
-    return list(_faults(history, seen, depths, drained))
+def check(history: History, told: Told, *, drained: bool = True) -> list[str]:
+    """What does not agree, each as `invariant: what`; empty: all is well. `drained`: every job has to be final."""
+    return list(_faults(history, told, drained))
 
 
-def _faults(
-    history: History, seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]], drained: bool
-) -> Iterator[str]:
-    yield from _check_creations(history, seen)
-    yield from _check_tokens(history)
+def _faults(history: History, told: Told, drained: bool) -> Iterator[str]:
+    yield from _check_creations(history, told.jobs)
+    yield from _check_tokens(history, told.group_count)
     ends = defaultdict(list)
     for end in history.ends:
         ends[end.handed.job_id].append(end)
@@ -147,13 +151,13 @@ def _faults(
     for call in history.claims.values():
         for job_id, one in call.jobs.items():
             handed[job_id].append((call, one))
-    for job_id, found in seen.items():
+    for job_id, found in told.jobs.items():
         yield from _check_attempts(job_id, found, history.claims, handed[job_id])
         yield from _check_ends(job_id, found, ends[job_id], history.claims)
         if drained and found.job["status"] not in FINAL_NAMES:
             yield f"never_lost: {job_id} is {found.job['status']} although its queue was drained"
-    yield from _check_cancels(history, seen)
-    yield from _check_depths(seen, depths)
+    yield from _check_cancels(history, told.jobs)
+    yield from _check_depths(told)
 
 
 def _check_creations(history: History, seen: Mapping[str, SeenJob]) -> Iterator[str]:
@@ -175,12 +179,12 @@ def _check_creations(history: History, seen: Mapping[str, SeenJob]) -> Iterator[
         yield f"one_job_per_key: {jobs} have the number {number}, which nobody sent"
 
 
-def _check_tokens(history: History) -> Iterator[str]:
+def _check_tokens(history: History, group_count: int) -> Iterator[str]:
     """Per group: a call that was sent after another was answered has the higher tokens; and none is given twice."""
     by_group: dict[int, list[tuple[float, float, int, str]]] = defaultdict(list)
     for call in history.claims.values():
         for one in call.jobs.values():
-            by_group[_group(one.job_id)].append((call.sent_at, call.answered_at, one.fencing, one.job_id))
+            by_group[_group(one.job_id, group_count)].append((call.sent_at, call.answered_at, one.fencing, one.job_id))
     for group, given in by_group.items():
         tokens = Counter(fencing for _, _, fencing, _ in given)
         for token, count in tokens.items():
@@ -280,20 +284,20 @@ def _check_cancels(history: History, seen: Mapping[str, SeenJob]) -> Iterator[st
                 yield f"one_live_lease: {job_id} was handed to {call.worker} after it had been cancelled"
 
 
-def _check_depths(seen: Mapping[str, SeenJob], depths: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+def _check_depths(told: Told) -> Iterator[str]:
     counted: dict[str, Counter[str]] = defaultdict(Counter)
-    for found in seen.values():
+    for found in told.jobs.values():
         counted[found.job["queue"]][found.job["status"]] += 1
-    for queue in sorted(counted.keys() | depths.keys()):
-        told = {status: count for status, count in depths.get(queue, {}).items() if count}
-        if told != dict(counted[queue]):
-            yield f"depth_adds_up: queue {queue} tells {told} and holds {dict(counted[queue])}"
+    for queue in sorted(counted.keys() | told.depths.keys()):
+        depth = {status: count for status, count in told.depths.get(queue, {}).items() if count}
+        if depth != dict(counted[queue]):
+            yield f"depth_adds_up: queue {queue} tells {depth} and holds {dict(counted[queue])}"
 
 
-def _group(job_id: str) -> int:
+def _group(job_id: str, group_count: int) -> int:
     parsed = parse_job_id(job_id)
     assert parsed is not None, job_id
-    return group_of(parsed, GROUP_COUNT_DEFAULT)
+    return group_of(parsed, group_count)
 
 
 def instant_ms(instant: str) -> int:

@@ -105,7 +105,7 @@ class TestNode:
             return
         self.node.drain()
         if self._server is not None:
-            await self._server.drain()
+            await self._server.drain(self.settings.http.drain_s)
         self.node.stop()
         try:
             await self._running
@@ -274,12 +274,19 @@ class TestNode:
         self, *queues: str, jobs_max: int = 1, lease_s: float | None = None, wait_s: float = 0.0, worker: str = "worker-1"
     ) -> list[ClaimedJob]:
         """Up to `jobs_max` ready jobs of the queues, in that order of preference; `wait_s` is real time."""
-        return await self._while_running(
+        claim = asyncio.ensure_future(
             self.node.claim(
                 self.tenant, queues or ("default",), jobs_max=jobs_max, lease_ms=None if lease_s is None else _ms(lease_s),
                 wait_ms=_ms(wait_s), worker=worker,
             )
         )  # fmt: skip
+        try:
+            return await self._while_running(claim)
+        except asyncio.CancelledError:
+            # Cancelled in the very turn in which it was served: as for a worker that hangs up, the jobs go back.
+            if claim.done() and not claim.cancelled() and claim.exception() is None:
+                self.node.give_back(claim.result())
+            raise
 
     async def complete(
         self, job: ClaimedJob, outcome: str = "succeeded", *, error: Any = None, result: Any = None, retry_after_s: float | None = None

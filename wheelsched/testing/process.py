@@ -69,9 +69,7 @@ class NodeProcess:
         """Begin to start; `wait_ready` tells when it answers."""
         assert self._process is None, "it runs"
         # Most of a start is importing, which the fork server does once.
-        _processes.set_forkserver_preload(
-            ["wheelsched.testing.process", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"]
-        )
+        _processes.set_forkserver_preload(["wheelsched.testing.process", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"])
         self._out_path.write_bytes(b"")
         environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
         arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
@@ -143,9 +141,7 @@ class NodeProcess:
 
     def log_faults(self) -> list[str]:
         """Lines that no node should ever write: tracebacks, errors, repairs."""
-        return [
-            line for line in self.log().splitlines() if "Traceback" in line or '"level":"error"' in line or "audit_repair" in line
-        ]
+        return [line for line in self.log().splitlines() if "Traceback" in line or '"level":"error"' in line or "audit_repair" in line]
 
 
 @contextmanager

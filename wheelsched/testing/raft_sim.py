@@ -182,6 +182,11 @@ class Simulation:
     def _add_node(self, node_id: int, image: Image) -> None:
         self.world.nodes[node_id] = Node(node_id, self.profile.config, image, Timeouts(f"timeouts {self.seed} {node_id}"))
 
+    def add_blank(self, node_id: int) -> None:
+        """A node without anything, unless it is there already; it joins by snapshot only."""
+        if node_id not in self.world.nodes:
+            self._add_node(node_id, Image())
+
     def _weigh(self) -> list[tuple[float, Callable[[], str | None]]]:
         profile = self.profile
         events = [
@@ -470,8 +475,7 @@ class Simulation:
         if not changes:
             return None
         for change in changes:
-            if change.node_id not in self.world.nodes:
-                self._add_node(change.node_id, Image())  # blank: it joins by snapshot only
+            self.add_blank(change.node_id)
         answer = node.running.propose_conf(changes, rng.choice(list(Mode)))
         self._check(node)
         return f"change {node.node_id} {changes} {answer}"

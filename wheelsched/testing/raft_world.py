@@ -282,7 +282,10 @@ def check_promise(node: Node, message: AnyMessage) -> None:
             ensure(kept, "acknowledged_is_durable", message=message, term=disk.term, vote=disk.vote)
         case AppendResponse(reject=False):
             ensure(disk.term >= message.term, "acknowledged_is_durable", message=message, term=disk.term)
-            ensure(disk.last_index >= message.index, "acknowledged_is_durable", message=message, last=disk.last_index)
+            # Entries acknowledged in an older term may have been replaced before they reached the disk, by a leader whose election
+            # this node took part in or could not have prevented: the older one can no longer commit them.
+            if disk.term == message.term:
+                ensure(disk.last_index >= message.index, "acknowledged_is_durable", message=message, last=disk.last_index)
         case VoteResponse() | AppendResponse() | PreVoteResponse(reject=True):
             ensure(disk.term >= message.term, "acknowledged_is_durable", message=message, term=disk.term)
         case _:
@@ -396,7 +399,8 @@ class Invariants:
         self._office[node.node_id] = (term, last)
         assert core.leadership is not None
         for peer_id, peer in core.leadership.peers.items():
-            ensure(peer.match < peer.next <= last + 1, "match_below_next", node=node.node_id, peer=peer_id, match=peer.match, next=peer.next)
+            facts = {"node": node.node_id, "peer": peer_id, "match": peer.match, "next": peer.next}
+            ensure(peer.match < peer.next <= last + 1, "match_below_next", **facts)
             ensure(len(peer.window) <= peer.window.max_count, "window_bounded", node=node.node_id, peer=peer_id)
             # A member that leaves and comes back starts again.
             before = self._matches.get((node.node_id, term, peer_id), 0)

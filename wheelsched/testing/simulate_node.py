@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from wheelsched.core.errors import OutcomeUnknown, StaleLease, Unavailable, WheelschedError
-from wheelsched.core.ids import format_job_id, group_of
+from wheelsched.core.ids import group_of
 from wheelsched.model import keys
 from wheelsched.model.rows import JobState
 from wheelsched.model.states import FINAL, LEASED, Outcome, Status, due_at_ms
@@ -295,7 +295,8 @@ class Simulation:
     async def create_keyed(self) -> None:
         number = self.rng.randrange(self.keys + 1)
         self.keys = max(self.keys, number + 1)
-        options = {"queue": "a", "delay_s": 5.0, "priority": self.rng.choice(("default", "default", "bulk")), "key": f"key-{number}"}
+        options: dict[str, Any] = {"queue": "a", "delay_s": 5.0, "key": f"key-{number}"}
+        options["priority"] = self.rng.choice(("default", "default", "bulk"))
         known = self.jobs.get(self.node.command(**options).job_id)
         try:
             state = await self.node.create(**options)
@@ -309,7 +310,9 @@ class Simulation:
             assert state.version == known.state.version, "the same key made another job"
         self.learn(state)
 
-    async def _change(self, job: ModelJob | None, call: Callable[[bytes], Coroutine[Any, Any, JobState]], refusals: tuple[str, ...]) -> None:
+    async def _change(
+        self, job: ModelJob | None, call: Callable[[bytes], Coroutine[Any, Any, JobState]], refusals: tuple[str, ...]
+    ) -> None:
         if job is None:
             return
         try:
