@@ -24,7 +24,7 @@ from enum import Enum
 from itertools import pairwise
 from typing import Any, Final
 
-from wheelsched.core.ids import GROUP_COUNT_DEFAULT, group_of, parse_job_id
+from wheelsched.core.ids import group_of, parse_job_id
 from wheelsched.model.states import FINAL
 
 # Instants are rounded to milliseconds on the way out, each by itself.

@@ -19,6 +19,7 @@ from wheelsched.raft import (
     Append,
     Change,
     ChangeKind,
+    InstallSnapshot,
     Mode,
     PreVoteRequest,
     PreVoteResponse,
@@ -125,8 +126,16 @@ class Stage(Simulation):
             if node.core is None:
                 self._note(self._start(node))
 
-    def drop(self, chance: float) -> None:
-        self.world.messages = [message for message in self.world.messages if not self.maybe(chance)]
+    def drop(self, chance: float, *, to: Node | None = None) -> None:
+        """Lose some of what waits; who sent a snapshot hears of it in the end."""
+        kept = []
+        for message in self.world.messages:
+            if (to is None or message.to == to.node_id) and self.maybe(chance):
+                if isinstance(message, InstallSnapshot):
+                    self.world.reports.append((message, False))
+            else:
+                kept.append(message)
+        self.world.messages = kept
 
     def calm_down(self) -> Node | None:
         """Everybody up and level behind one leader, the starting point of a story."""
@@ -358,7 +367,7 @@ def snapshot_race(stage: Stage, a: Node) -> None:
         stage.converse(stage.up(b), 4)
         if a.core is not None and a.core.applied_index > a.image.start_index:
             stage.world.compact(a, a.core.applied_index)
-        stage.world.messages = [message for message in stage.world.messages if message.to != b.node_id or stage.maybe(0.3)]
+        stage.drop(0.7, to=b)
         for node in stage.up():
             node.running.tick()
         for _ in range(3):
