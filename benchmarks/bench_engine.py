@@ -16,9 +16,11 @@ import asyncio
 import heapq
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ import msgspec
 
 from benchmarks.client import run_loop
 from benchmarks.common import BenchmarkFailed, Row, main_of, row, temporary_directory
-from wheelsched.core.ids import group_of, new_job_id
+from wheelsched.core.ids import new_job_id
 from wheelsched.core.settings import Settings, StoreSettings
 from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, prefetch_state_keys
 from wheelsched.fairness import ReadyQueue
@@ -144,9 +146,7 @@ def _engine_rows(n: int, group: Group) -> list[Row]:
     rng = random.Random(1)
     ids = [new_job_id(START_MS, rng) for _ in range(n)]
     groups_of_100 = [ids[start : start + ENTRY_COMMANDS] for start in range(0, n, ENTRY_COMMANDS)]
-    create_us, create_write_us, _ = group.timed(
-        [(START_MS, [a_create(job_id, START_MS + 1) for job_id in part]) for part in groups_of_100]
-    )
+    create_us, create_write_us, _ = group.timed([(START_MS, [a_create(job_id, START_MS + 1) for job_id in part]) for part in groups_of_100])
     fire_us, _, _ = group.timed([(START_MS + 1, [Fire(START_MS + 1)])])
     # As the dispatcher does it: one command for all the jobs that one claim gets of a group.
     claims: list[tuple[int, list[AnyCommand]]] = [
@@ -179,12 +179,12 @@ def ready_rows(n: int) -> list[Row]:
     records = [(START_MS + rng.randrange(3_600_000), rng.getrandbits(64), 1, 0) for _ in range(n)]
     batches = [b"".join(TIMER.pack(*record) for record in records[start : start + READY_BATCH]) for start in range(0, n, READY_BATCH)]
     queue = ReadyQueue(max(n, 4))
-    push_ns = _cpu_ns(lambda: [queue.push_batch(batch) for batch in batches])
+    push_ns = _cpu_ns(lambda: deque(map(queue.push_batch, batches), maxlen=0))
     held_bytes = queue.reserved_bytes
     taken: list[bytes] = []
     take_ns = _cpu_ns(lambda: taken.extend(iter(lambda: queue.take(TAKE), b"")))
     heap: list[tuple[int, int, int, int]] = []
-    heap_push_ns = _cpu_ns(lambda: [heapq.heappush(heap, record) for record in records])
+    heap_push_ns = _cpu_ns(lambda: deque(map(partial(heapq.heappush, heap), records), maxlen=0))
     popped: list[tuple[int, int, int, int]] = []
     heap_pop_ns = _cpu_ns(lambda: popped.extend(heapq.heappop(heap) for _ in range(n)))
     order = [record[:2] for batch in taken for record in TIMER.iter_unpack(batch)]
@@ -255,10 +255,10 @@ async def node_rows(n: int) -> list[Row]:
     name = "the same writes, RocksDB"
     rows.append(row("node_create", n, n / create_s, "jobs/s", name, created / create_again_s, checksum=n))
     rows.append(row("node_create_cpu", n, create_cpu / n * 1e6, "us CPU/job"))
-    rows.append(row("node_create_row_operations", created, create_ops / created, "rows/job"))
+    rows.append(row("node_create_row_operations", n, create_ops / created, "rows/job"))
     rows.append(row("node_claim_complete", n, n / work_s, "jobs/s", name, ended / work_again_s, checksum=n))
     rows.append(row("node_claim_complete_cpu", n, work_cpu / n * 1e6, "us CPU/job"))
-    rows.append(row("node_claim_complete_row_operations", ended, work_ops / ended, "rows/job"))
+    rows.append(row("node_claim_complete_row_operations", n, work_ops / ended, "rows/job"))
     return rows
 
 

@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -343,9 +343,9 @@ class Worked:
 
 async def work(
     line: Connection, queue: str, worked: Worked, *, jobs_max: int, wait_s: float, on_jobs: Callable[[list[Claimed]], None] | None = None,
-    until: Callable[[], bool],
+    until: Callable[[], bool] = lambda: False,
 ) -> None:  # fmt: skip
-    """Claim and complete until `until()`. Raises BenchmarkFailed where a completion is refused."""
+    """Claim and complete until `until()`, for ever by default. Raises BenchmarkFailed where a completion is refused."""
     claim = claim_request(queue, jobs_max=jobs_max, wait_s=wait_s)
     while not until():
         jobs = decode_claims(await line.ask(claim))
@@ -362,6 +362,23 @@ async def work(
         worked.numbers += sum(job.payload.number for job in jobs)
 
 
+async def stop_when(tasks: Sequence[asyncio.Task[None]], done: Callable[[], bool]) -> None:
+    """Wait until `done()`, then end workers that only wait for more."""
+
+    async def is_done() -> bool:
+        return done()
+
+    await until(is_done, every_s=0.02)
+    for task in tasks:
+        task.cancel()
+
+
+async def until(found: Callable[[], Awaitable[bool]], *, every_s: float) -> None:
+    """Ask again and again: what another process does sets no event of ours."""
+    while not await found():  # noqa: ASYNC110
+        await asyncio.sleep(every_s)
+
+
 async def drain(
     lines: Sequence[Connection], queue: str, count: int, *, seconds_max: float, jobs_max: int = 100,
     on_jobs: Callable[[list[Claimed]], None] | None = None,
@@ -370,9 +387,7 @@ async def drain(
     worked = Worked()
     async with asyncio.timeout(seconds_max), asyncio.TaskGroup() as tasks:
         for line in lines:
-            tasks.create_task(
-                work(line, queue, worked, jobs_max=jobs_max, wait_s=0.2, on_jobs=on_jobs, until=lambda: worked.jobs >= count)
-            )
+            tasks.create_task(work(line, queue, worked, jobs_max=jobs_max, wait_s=0.2, on_jobs=on_jobs, until=lambda: worked.jobs >= count))
     if worked.jobs != count:
         raise BenchmarkFailed(f"{worked.jobs} of {count} jobs were completed")
     return worked

@@ -59,7 +59,7 @@ def row(
         "baseline": baseline,
         "baseline_value": None if baseline_value is None else _rounded(baseline_value),
         "ratio": ratio,
-        "checksum": checksum,
+        "checksum": None if checksum is None else f"{checksum:x}",
     }
 
 
@@ -130,7 +130,7 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
     cells = [
         (
             line["name"], f"{line['n']:,}", _shown(line["value"]), line["unit"], line["baseline"] or "-",
-            _shown(line["baseline_value"]), _shown(line["ratio"]), "-" if line.get("checksum") is None else f"{line['checksum']:x}",
+            _shown(line["baseline_value"]), _shown(line["ratio"]), line.get("checksum") or "-",
         )
         for line in rows
     ]  # fmt: skip

@@ -87,7 +87,7 @@ class Postgres:
         )  # fmt: skip
         if done.returncode:
             raise BenchmarkFailed(f"{tool} failed: {done.stderr[-1_000:]}")
-        return done.stdout
+        return str(done.stdout)
 
     def sql(self, text: str) -> str:
         return self._run("psql", "-h", str(self._directory), "-U", "bench", "-d", "postgres", "-XqAt", "-v", "ON_ERROR_STOP=1", "-c", text)

@@ -79,7 +79,7 @@ def test_the_model_sees_a_lost_job_and_a_job_run_early() -> None:
         simulation = Simulation(1, steps=0)
         await simulation.node.open()
         await simulation.create()
-        (job_id,) = simulation.jobs
+        assert len(simulation.jobs) == 1
         rows = simulation.node.store.scan("state", b"", b"", 10)
         simulation.node.store.write({"state": {key: None for key, _ in rows}})
         with pytest.raises(AssertionError, match="never_lost"):

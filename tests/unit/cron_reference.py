@@ -16,8 +16,8 @@ from zoneinfo import ZoneInfo
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EPOCH_ORDINAL = date(1970, 1, 1).toordinal()
 DAY_MINUTES = 1_440
-# A clock was never put back by more than a day since 1970.
-MARGIN_MINUTES = 2 * DAY_MINUTES
+# Since 1970 no clock was put back by more than three hours (Casey); a day is plenty.
+MARGIN_MINUTES = DAY_MINUTES
 NAMES = {
     name: number
     for names, first in (("JAN FEB MAR APR MAY JUN JUL AUG SEP OCT NOV DEC", 1), ("SUN MON TUE WED THU FRI SAT", 0))
@@ -118,10 +118,13 @@ class Wall:
         self.readings = []
         self.first: dict[int, int] = {}
         self.jumped: dict[int, int] = {}
+        offset, offset_minutes = None, 0
         for minute in range(self.start - MARGIN_MINUTES, self.end):
-            offset = datetime.fromtimestamp(minute * 60, tz).utcoffset()
-            assert offset is not None and offset % timedelta(minutes=1) == timedelta(0)
-            reading = minute + offset // timedelta(minutes=1)
+            now_offset = datetime.fromtimestamp(minute * 60, tz).utcoffset()
+            if now_offset != offset:
+                assert now_offset is not None and now_offset % timedelta(minutes=1) == timedelta(0)
+                offset, offset_minutes = now_offset, now_offset // timedelta(minutes=1)
+            reading = minute + offset_minutes
             if self.readings:
                 for missing in range(self.readings[-1] + 1, reading):
                     self.jumped.setdefault(missing, minute)

@@ -189,7 +189,7 @@ class FakeNode:
     def new_job_id(self) -> bytes:
         return new_job_id(self.clock.wall_ms(), self.rng)
 
-    def check_admission(self) -> None:
+    def check_admission(self, *, new_jobs: bool = True) -> None:
         if self.admission is not None:
             raise self.admission
 

@@ -55,22 +55,25 @@ async def test_moves_across_the_mark_leave_no_timer_behind_and_lose_none(window_
         assert await drain(node) == [outwards.job_id]
 
 
-async def test_jobs_changed_while_a_scan_is_under_way_are_in_memory_exactly_once() -> None:
-    """The scan takes several slices; between them jobs are made, cancelled and moved, before and behind where it stands."""
+async def test_jobs_changed_while_a_scan_is_under_way_are_in_memory_exactly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scan takes a hundred slices; between them jobs are made, cancelled and moved, before and behind where it stands."""
+    monkeypatch.setattr("wheelsched.dispatch.loader.SLICE_ROWS", 20)
     async with open_test_node(settings=small()) as node:
         made = []
         for chunk in range(4):
-            replies = await node.create_many([{"delay_s": 60 + (chunk * 500 + number) / 1000} for number in range(500)])
+            replies = await node.create_many([{"delay_s": 60 + (chunk * 500 + number) // 40 / 1000} for number in range(500)])
             made += [reply.state for reply in replies if reply.state]
+        await node.create_many([{"delay_s": 90_000.0}] * 20)  # else a count too high would not show
         node.clock.advance(ms=55_000)  # all of them come within the horizon at once
         scan = asyncio.ensure_future(node.node.dispatcher.loader.load_ahead())
         await asyncio.sleep(0)
-        changes = [node.create(run_at_ms=made[0].fire_at_ms + at_ms) for at_ms in (0, 300, 1_000, 1_999)]
+        changes = [node.create(run_at_ms=made[0].fire_at_ms + at_ms) for at_ms in (0, 10, 25, 49)]
         changes += [node.cancel(made[place]) for place in (0, 499, 500, 1_200, 1_999)]
-        changes += [node.update(made[place], run_at_ms=made[0].fire_at_ms + 777) for place in (3, 800, 1_900)]
+        changes += [node.update(made[place], run_at_ms=made[0].fire_at_ms + 33) for place in (3, 800, 1_900)]
         changes += [node.update(made[place], delay_s=3_600) for place in (7, 900, 1_950)]
         results = await node.together(*changes)
         assert not [result for result in results if isinstance(result, BaseException)]
+        assert not scan.done(), "the changes were to fall into the scan"
         await scan
         await node.advance(s=10)
         await check_depth(node, "default")
@@ -83,7 +86,7 @@ async def test_a_scan_that_is_cut_short_goes_on_where_it_stopped() -> None:
     """The call that moved a virtual clock hangs up in the middle of the loading: no timer may be missing afterwards."""
     async with open_test_node(settings=small()) as node:
         for chunk in range(4):
-            await node.create_many([{"delay_s": 60 + (chunk * 500 + number) / 1000} for number in range(500)])
+            await node.create_many([{"delay_s": 60 + (chunk * 500 + number) // 40 / 1000} for number in range(500)])
         node.clock.advance(ms=55_000)
         scan = asyncio.ensure_future(node.node.dispatcher.loader.load_ahead())
         await asyncio.sleep(0)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from wheelsched.core.errors import StaleLease
+from wheelsched.model.commands import Release
 from wheelsched.testing import TestNode, open_test_node
 from wheelsched.testing.checks import check_audit, check_depth, check_rows
 from wheelsched.testing.node import make_settings
@@ -118,12 +119,14 @@ async def test_queue_settings_and_pause_survive_a_crash() -> None:
         assert len(await node.claim(jobs_max=10)) == 3
 
 
-async def test_changes_while_the_rows_are_read_again_are_in_memory_once() -> None:
-    """More rows than a slice holds, so that the loop turns between slices; jobs are made, cancelled, claimed and released then."""
+async def test_changes_while_the_rows_are_read_again_are_in_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small slices, so that the loop turns between them; jobs are made, cancelled, claimed and released then."""
+    monkeypatch.setattr("wheelsched.dispatch.loader.SLICE_ROWS", 10)
     async with open_test_node(settings={"cluster": {"group_count": 1}}) as node:
         for _ in range(3):
             await node.create_many([{}] * 500)
-        jobs = [record.state.job_id for record in await node.list_jobs("default", limit=1_000)]
+        await node.create_many([{"queue": "default", "delay_s": 90_000.0}] * 200)  # else a count too high would not show
+        jobs = [record.state.job_id for record in await node.list_jobs("default", limit=1_000)][:1_500]
         held = await node.claim(jobs_max=100)
         node.clock.step_wall(ms=-1_000)
         reading = asyncio.ensure_future(node.settle())
@@ -131,6 +134,7 @@ async def test_changes_while_the_rows_are_read_again_are_in_memory_once() -> Non
         changes += [node.create() for _ in range(10)]
         changes += [node.release(claimed) for claimed in held[:5]]
         await node.together(*changes)
+        assert not reading.done(), "the changes were to fall into the reading"
         await reading
         await check_depth(node, "default")
         claimed: list[bytes] = []
@@ -141,18 +145,22 @@ async def test_changes_while_the_rows_are_read_again_are_in_memory_once() -> Non
         await check_audit(node)
 
 
-async def test_the_flexible_lane_is_read_while_the_node_works_already() -> None:
+async def test_the_flexible_lane_is_read_while_the_node_works_already(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is claimed, released and made before its rows are read is counted and handed out once."""
+    monkeypatch.setattr("wheelsched.dispatch.loader.SLICE_ROWS", 10)
     async with open_test_node(settings={"cluster": {"group_count": 1}}) as node:
         for _ in range(3):
             await node.create_many([{"window_s": 1.0}] * 500)
         await node.advance(s=1)
+        await node.create_many([{"delay_s": 90_000.0}] * 200)  # else a count too high would not show
+        running = await node.claim(jobs_max=100)
         await node.crash()
         opening = asyncio.ensure_future(node.open())
-        while node._node is None:
+        while node._node is None:  # noqa: ASYNC110  # it opens within a few turns of the loop
             await asyncio.sleep(0)
         made = [node.node.propose(node.command(window_s=1.0)) for _ in range(20)]
-        await asyncio.gather(opening, *made)
+        released = [node.node.propose(Release(job.state.job_id, job.state.attempt, job.state.fencing)) for job in running]
+        await asyncio.gather(opening, *made, *released)
         await check_depth(node, "default")
         await node.advance(s=1)
         claimed: list[bytes] = []

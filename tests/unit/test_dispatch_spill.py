@@ -15,8 +15,9 @@ BOUND = 20
 
 
 @pytest.fixture
-async def node() -> AsyncIterator[TestNode]:
-    """Ten times fewer jobs in memory than the tests make."""
+async def node(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TestNode]:
+    """Ten times fewer jobs in memory than the tests make, and slices of refills that end in the middle of every group."""
+    monkeypatch.setattr("wheelsched.dispatch.dispatcher.REFILL_ROWS", 8)
     async with open_test_node(settings=make_settings(ready_queue_max=BOUND)) as node:
         yield node
 
@@ -96,6 +97,17 @@ async def test_two_jobs_of_one_instant_across_the_mark_are_both_claimed(node: Te
     await node.advance(s=1)
     claimed = await claim_all(node)
     assert len(claimed) == len(set(claimed)) == 10 * BOUND
+
+
+async def test_equals_at_the_end_of_a_slice_are_not_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All due in one millisecond, and a bound wide enough that the mark is where a slice ended, not where memory was full."""
+    monkeypatch.setattr("wheelsched.dispatch.dispatcher.REFILL_ROWS", 8)
+    settings = make_settings({"cluster": {"group_count": 1}}, ready_queue_max=100)
+    async with open_test_node(settings=settings) as node:
+        await node.create_many([{"run_at_ms": node.now_ms + 1_000}] * 400)
+        await node.advance(s=1)
+        claimed = await claim_all(node)
+        assert len(claimed) == len(set(claimed)) == 400
 
 
 async def test_a_restart_with_spilled_jobs_forgets_none(node: TestNode) -> None:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from wheelsched.core.errors import Unavailable
-from wheelsched.model.states import Outcome
+from wheelsched.model.commands import Cancel
+from wheelsched.model.states import Outcome, Status
 from wheelsched.node.face import ClaimedJob
 from wheelsched.testing import TestNode, open_test_node
 from wheelsched.testing.checks import check_audit, check_depth
@@ -113,13 +114,16 @@ async def test_a_job_behind_one_that_was_cancelled_is_claimed_without_waiting(no
 
 
 async def test_room_that_a_cancelled_job_leaves_under_a_cap_wakes_the_next_waiter(node: TestNode) -> None:
-    """Two are reserved under a cap of two, one of them turns out to be gone: who waits behind has room now."""
+    """Two are reserved under a cap of two, and the cancel of one is before the claim in the log: who waits behind has room then."""
     await node.put_queue(max_concurrency=2)
     jobs = [await node.create(delay_s=1 + number / 1000) for number in range(3)]
     await node.advance(s=2)
-    await node.cancel(jobs[0])
-    claims = await node.together(node.claim(jobs_max=2), node.claim(wait_s=5))
-    assert sorted(len(jobs) for jobs in claims if isinstance(jobs, list)) == [1, 1]
+    claims = [
+        node.node.claim(node.tenant, ("default",), jobs_max=jobs_max, lease_ms=None, wait_ms=500, worker="w") for jobs_max in (2, 1)
+    ]
+    cancelled, first, second = await asyncio.gather(node.node.propose(Cancel(jobs[0].job_id, node.tenant)), *claims)
+    assert cancelled.state is not None and cancelled.state.status == Status.CANCELLED
+    assert [job.state.job_id for job in (*first, *second)] == [jobs[1].job_id, jobs[2].job_id]
 
 
 async def test_a_full_inbox_puts_reserved_jobs_back(node: TestNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +172,8 @@ async def test_no_wake_up_is_lost_in_any_interleaving(node: TestNode, seed: int)
             await turns(40)
             if any(task.done() for task in polls):
                 continue
-            ready = {name: sum((await node.depth(name)).get("QUEUED", ())) for name in "ab" if await node.node.queue_view(node.tenant, name)}
+            known = [name for name in "ab" if await node.node.queue_view(node.tenant, name)]
+            ready = {name: sum((await node.depth(name)).get("QUEUED", ())) for name in known}
             free = cap < 0 or (await node.queue("a")).running < cap
             patient = node.node.dispatcher.claims.waiter_count
             assert not (patient and (ready.get("b") or (ready.get("a") and free))), f"{patient} wait while {ready} are ready"

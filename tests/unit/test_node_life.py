@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from test_replica import GatedStore
 
 from wheelsched.core.errors import NotFound
 from wheelsched.model.commands import Cancel
 from wheelsched.model.rows import QueueSettings
 from wheelsched.testing import TestNode, open_test_node
 from wheelsched.testing.checks import check_audit, check_rows
-
-from test_replica import GatedStore
 
 
 async def test_timers_and_leases_that_come_due_during_the_last_sync_do_not_spoil_a_clean_end() -> None:
@@ -135,16 +134,26 @@ async def test_a_clock_set_back_between_a_sweep_and_the_naming_of_a_held_job_los
 
 
 async def test_a_job_cancelled_between_its_sweep_and_its_fire_is_counted_nowhere() -> None:
-    """Its record was on its way to the ready queue: depths stay exact."""
-    async with open_test_node() as node:
-        jobs = [await node.create(delay_s=10) for _ in range(10)]
-        node.clock.advance(ms=10_000)
-        cancels = [asyncio.ensure_future(node.node.propose(Cancel(job.job_id, node.tenant))) for job in jobs[::2]]
+    """The cancel is an entry before the Fire; the job's record, swept already, must not come to the ready queue after it."""
+    node = TestNode()
+    node.store = store = GatedStore()
+    await node.open()
+    waiting = await node.create(delay_s=3_600)
+    jobs = [await node.create(delay_s=10, window_s=float(number % 2) * 0.001) for number in range(10)]
+    node.clock.advance(ms=10_000)
+    store.gate.clear()
+    cancels = [asyncio.ensure_future(node.node.propose(Cancel(job.job_id, node.tenant))) for job in jobs[::2]]
+    for _ in range(5):
         await asyncio.sleep(0)
-        await node.node.dispatcher.firing.turn()
-        await asyncio.gather(*cancels)
-        await node.settle()
-        assert await node.depth() == {"QUEUED": (0, 5, 0), "CANCELLED": (0, 5, 0)}
-        assert len(await node.claim(jobs_max=10)) == 5
-        check_rows(node.store, node.settings.cluster.group_count)
-
+    firing = asyncio.ensure_future(node.node.dispatcher.firing.turn())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    store.gate.set()
+    await asyncio.gather(firing, *cancels)
+    await node.settle()
+    assert await node.depth() == {"SCHEDULED": (0, 1, 0), "QUEUED": (0, 5, 0), "CANCELLED": (0, 5, 0)}
+    assert node.node.dispatcher.statistics().ready == 5
+    assert len(await node.claim(jobs_max=10)) == 5
+    assert await node.status(waiting) == "SCHEDULED"
+    check_rows(node.store, node.settings.cluster.group_count)
+    await node.close()

@@ -70,7 +70,7 @@ async def test_refusals_are_raised_as_the_errors_a_client_would_see() -> None:
 async def test_calls_to_a_node_that_has_gone_are_refused_and_do_not_hang() -> None:
     async with open_test_node() as node:
         node.node.stop()
-        with pytest.raises(Exception, match="shutting down|stopped"):
+        with pytest.raises(Exception, match=r"shutting down|stopped"):
             await node.create()
         await node.graceful_restart()
         await node.create()

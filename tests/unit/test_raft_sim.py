@@ -1,4 +1,5 @@
-"""A modest number of random walks over a Raft group; more with `python -m wheelsched.testing.raft_sim --seeds N`."""
+"""A modest number of random walks and plans over a Raft group; more with `python -m wheelsched.testing.raft_sim --seeds N`, and
+`raft_plans` the same way."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 
 from wheelsched.raft import AppendResponse, Entry, EntryKind, Ready, VoteResponse, make_configuration, make_entry
 from wheelsched.raft.ready import HardState
+from wheelsched.testing.raft_plans import PLANS, run_plan
 from wheelsched.testing.raft_scenarios import DEFAULT_CONFIG
 from wheelsched.testing.raft_sim import Simulation, run_seed
 from wheelsched.testing.raft_world import Image, Invariants, Node, Timeouts, World, WorldBroken
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 REGRESSIONS: tuple[int, ...] = ()
 SEEDS = 160
 BATCH = 20
+PLAN_SEEDS = 16
 
 
 @pytest.mark.parametrize("first", range(1, SEEDS + 1, BATCH))
@@ -29,9 +32,15 @@ def test_walk(first: int) -> None:
         run_seed(seed, 600)
 
 
-@pytest.mark.parametrize("seed", REGRESSIONS)
-def test_regression(seed: int) -> None:
-    run_seed(seed, 600)
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_plan(plan: str) -> None:
+    for seed in range(1, PLAN_SEEDS + 1):
+        run_plan(plan, seed)
+
+
+def test_regressions() -> None:
+    for seed in REGRESSIONS:
+        run_seed(seed, 600)
 
 
 def test_the_walks_do_something() -> None:

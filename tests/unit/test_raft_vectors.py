@@ -86,12 +86,12 @@ def test_the_command_prints_a_line_for_each_and_fails_where_one_fails(tmp_path: 
     scenarios = tmp_path / "scenarios"
     scenarios.mkdir()
     good = '{"id": "good", "nodes": {"1": {}}, "steps": [{"op": "check", "expect": [{"node": 1, "term": 0}]}]}'
-    (scenarios / "a.json").write_text('{"scenarios": [%s]}' % good)
+    (scenarios / "a.json").write_text('{"scenarios": [' + good + "]}")
     assert main([str(tmp_path)]) == 0
     assert main([str(scenarios)]) == 0
     assert capsys.readouterr().out.count("pass up_to_date/r") == 2  # below the directory, and beside it
     bad = good.replace('"term": 0', '"term": 1').replace("good", "bad")
-    (scenarios / "b.json").write_text('{"scenarios": [%s]}' % bad)
+    (scenarios / "b.json").write_text('{"scenarios": [' + bad + "]}")
     assert main([str(tmp_path)]) == 1
     assert "FAIL bad: ScenarioFailed: step 0 check" in capsys.readouterr().out
     assert main([]) == 2

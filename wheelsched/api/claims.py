@@ -47,7 +47,7 @@ async def _claim(api: Api, request: Request, queues: Sequence[str], model: schem
     if not isinstance(model.worker, UnsetType):
         worker = model.worker
         schemas.check_name(worker, "/worker", "worker")
-    api.node.check_admission()
+    api.node.check_admission(new_jobs=False)
     if wait_ms == 0:
         jobs = await api.node.claim(request.tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=0, worker=worker)
     else:

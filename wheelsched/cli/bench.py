@@ -1,11 +1,10 @@
-"""`wheelsched bench`: the modules `benchmarks/bench_*.py` of a source tree, one after the other."""
+"""`wheelsched bench`: the modules `benchmarks/bench_*.py` of a source tree, one after the other, by `benchmarks/run.py`."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -18,13 +17,11 @@ from wheelsched.cli.output import Output
 
 @click.command()
 @click.option("--only", "names", multiple=True, metavar="NAME", help="Run this one; may be repeated.")
-@click.option(
-    "--size", type=click.Choice(("small", "large", "scaling")), default="small", show_default=True, help="How much work."
-)
+@click.option("--size", type=click.Choice(("small", "large", "scaling")), default="small", show_default=True, help="How much work.")
 @click.option("--list", "list_only", is_flag=True, help="Name the benchmarks and run none.")
 @json_option
 def bench(output: Output, names: tuple[str, ...], size: str, list_only: bool) -> int:
-    """Run the benchmarks of the source tree.
+    """Run the benchmarks of the source tree; the figures go to benchmarks/results.json as well.
 
     \b
     Example:
@@ -32,29 +29,22 @@ def bench(output: Output, names: tuple[str, ...], size: str, list_only: bool) ->
       wheelsched bench --size large
     """
     folder = _folder()
-    found = {path.stem.removeprefix("bench_"): path.stem for path in sorted(folder.glob("bench_*.py"))}
+    found = [path.stem.removeprefix("bench_") for path in sorted(folder.glob("bench_*.py"))]
     if list_only:
         if output.as_json:
-            output.document({"benchmarks": list(found)})
+            output.document({"benchmarks": found})
         output.say("\n".join(found))
         return OK
     unknown = [name for name in names if name not in found]
     if unknown:
-        raise CommandFailed(
-            f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(found)}", exit_code=USAGE, code="usage"
-        )
-    results = []
-    with output.progress() as bar:
-        task = bar.add_task("benchmarks", total=len(names or found)) if bar else None
-        for name in names or tuple(found):
-            results.append(_run(name, found[name], folder, size, output))
-            if bar is not None and task is not None:
-                bar.update(task, advance=1)
-    if output.as_json:
-        output.document({"size": size, "benchmarks": results})
-    failed = [result["name"] for result in results if result["exit_code"]]
-    if failed:
-        raise CommandFailed(f"failed: {', '.join(map(str, failed))}", exit_code=FAILURE)
+        raise CommandFailed(f"no benchmark is called {', '.join(unknown)}; there are: {', '.join(found)}", exit_code=USAGE, code="usage")
+    # A process of its own, and in it one a benchmark: it prints, and writes benchmarks/results.json.
+    command = [sys.executable, "-m", "benchmarks.run", "--size", size, *(["--json"] if output.as_json else [])]
+    for name in names:
+        command += ["--only", name]
+    done = subprocess.run(command, cwd=folder.parent, env={**os.environ, "PYTHONPATH": str(folder.parent)}, check=False)
+    if done.returncode:
+        raise CommandFailed("a benchmark failed; what it wrote stands above", exit_code=FAILURE)
     return OK
 
 
@@ -64,14 +54,3 @@ def _folder() -> Path:
         if any(folder.glob("bench_*.py")):
             return folder
     raise CommandFailed("there is no benchmarks/ here; run it in a source tree of wheelsched")
-
-
-def _run(name: str, module: str, folder: Path, size: str, output: Output) -> dict[str, object]:
-    # A process each: what one leaves in memory must not slow the next. What it prints for people goes through as it comes.
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", size],
-        cwd=folder.parent, env={**os.environ, "PYTHONPATH": str(folder.parent)},
-        stdout=subprocess.PIPE if output.as_json else None, text=True, check=False,
-    )  # fmt: skip
-    return {"name": name, "exit_code": done.returncode, "seconds": round(time.monotonic() - begun, 3), "output": done.stdout}

@@ -43,7 +43,8 @@ def partition_of(job_id: bytes) -> int:
 
 def group_of(job_id: bytes, group_count: int) -> int:
     """0 to `group_count` - 1; `group_count` is a power of two of at most 1,024."""
-    return partition_of(job_id) * group_count // PARTITION_COUNT
+    # `partition_of`, written out: every command passes here.
+    return ((job_id[14] << 8 | job_id[15]) & (PARTITION_COUNT - 1)) * group_count // PARTITION_COUNT
 
 
 def id_low(job_id: bytes) -> int:

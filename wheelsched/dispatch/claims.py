@@ -60,7 +60,7 @@ class Waiter:
 class Claims:
     """Claims of one node; none before `open`."""
 
-    def __init__(self, store: Store, replicas: Replicas, group_count: int, on_started: Callable[[JobState], None]) -> None:
+    def __init__(self, store: Store, replicas: Replicas, group_count: int, on_started: Callable[[QueueMemory, JobState], None]) -> None:
         self._store = store
         self._replicas = replicas
         self._group_count = group_count
@@ -232,7 +232,7 @@ class Claims:
                     continue
                 spec, payload = split_job(found.row)
                 self._replicas.keep_row(state, found.row)
-                self._on_started(state)
+                self._on_started(queue, state)
                 order = (rank, state.lane, state.priority, state.fire_at_ms)
                 handed.append((order, ClaimedJob(state, decode_spec(spec), payload)))
         handed.sort(key=lambda item: item[0])

@@ -301,13 +301,13 @@ class Dispatcher:
 
     # What is counted and seen.
 
-    def _on_started(self, state: JobState) -> None:
+    def _on_started(self, queue: QueueMemory, state: JobState) -> None:
         """An attempt was handed out: the first one says how late the job is."""
         if state.attempt != 1:
             return
         late_ms = max(state.started_at_ms - state.fire_at_ms, 0)
         self._metrics.lateness.observe(state.lane, late_ms / 1000)
-        self.queues.ensure(state.tenant, state.queue).lateness.append((state.started_at_ms, late_ms))
+        queue.lateness.append((state.started_at_ms, late_ms))
 
     def _count(self, change: JobChanged, queue: QueueMemory) -> None:
         before, after = change.before, change.after

@@ -29,9 +29,9 @@ class _Pending(NamedTuple):
 
 
 class Firing:
-    """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the wall
-    clock was set back, and must load the wheels anew; `on_named(group, held)` is told which held jobs were named, and sets the timers again of
-    those that are still held: a Fire whose stamp fell before their time does nothing."""
+    """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the
+    wall clock was set back, and must load the wheels anew; `on_named(group, held)` is told which held jobs were named, and sets the
+    timers again of those that are still held: a Fire whose stamp fell before their time does nothing."""
 
     def __init__(
         self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, bytes], None],

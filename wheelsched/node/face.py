@@ -19,7 +19,6 @@ from wheelsched.model.commands import AnyCommand, Reply
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, QueueSettings
 from wheelsched.model.states import Status
 
-
 __all__ = ["ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "NodeFace", "QueueView", "Readiness"]
 
 
@@ -94,8 +93,9 @@ class NodeFace(Protocol):
 
     def new_job_id(self) -> bytes: ...
 
-    def check_admission(self) -> None:
-        """Raise `Unavailable` where new work cannot be taken now: draining, not ready, loop lagging, disk low."""
+    def check_admission(self, *, new_jobs: bool = True) -> None:
+        """Raise `Unavailable` where a call cannot be taken now: draining, not ready, loop lagging. The disk being low refuses only
+        what makes `new_jobs`: claiming and ending the jobs there are is what frees it."""
         ...
 
     async def propose(self, command: AnyCommand) -> Reply:

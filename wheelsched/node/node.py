@@ -21,7 +21,15 @@ from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Complete, Create, Extend, PauseQueue, PutQueue, Reply
 from wheelsched.model.effects import Effect
 from wheelsched.model.rows import (
-    AttemptRow, JobState, QueueSettings, decode_attempt, decode_done, decode_spec, decode_state, encode_row, split_job,
+    AttemptRow,
+    JobState,
+    QueueSettings,
+    decode_attempt,
+    decode_done,
+    decode_spec,
+    decode_state,
+    encode_row,
+    split_job,
 )  # fmt: skip
 from wheelsched.model.states import FINAL, LEASED, Status, status_of
 from wheelsched.node.face import ClaimedJob, HeartbeatReply, JobFilter, JobPage, JobRecord, QueueView, Readiness
@@ -141,10 +149,10 @@ class Node:
     def new_job_id(self) -> bytes:
         return new_job_id(self.clock.wall_ms(), self.rng)
 
-    def check_admission(self) -> None:
+    def check_admission(self, *, new_jobs: bool = True) -> None:
         if self._draining:
             raise Unavailable("the node is shutting down; try again in a moment", retry_after_s=1)
-        if not self._store.writable:
+        if new_jobs and not self._store.writable:
             raise Unavailable(
                 "the disk is nearly full: new jobs are refused, jobs already taken go on; free space in the data directory",
                 retry_after_s=10,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from wheelsched.model.commands import AnyCommand, Create, Complete, Fire, Redrive, Reply, RunNow, Update
+from wheelsched.model.commands import AnyCommand, Complete, Create, Fire, Redrive, Reply, RunNow, Update
 
 
 class Batch:

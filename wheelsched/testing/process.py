@@ -61,7 +61,7 @@ class NodeProcess:
         self.arguments = tuple(arguments)
         self.notes = notes
         self.log_path = data_dir.with_name(data_dir.name + ".log")
-        self._out_path = data_dir.with_name(data_dir.name + ".out")
+        self.out_path = data_dir.with_name(data_dir.name + ".out")
         self._process: Any = None
         self.url = ""
 
@@ -70,10 +70,10 @@ class NodeProcess:
         assert self._process is None, "it runs"
         # Most of a start is importing, which the fork server does once.
         _processes.set_forkserver_preload(["wheelsched.testing.process", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"])
-        self._out_path.write_bytes(b"")
+        self.out_path.write_bytes(b"")
         environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
         arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
-        files = (str(self._out_path), str(self.log_path))
+        files = (str(self.out_path), str(self.log_path))
         self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, self.notes), daemon=True)
         with _without_main():
             self._process.start()
@@ -81,7 +81,7 @@ class NodeProcess:
     def wait_ready(self, timeout_s: float = START_S_MAX) -> str:
         """Block until it listens; its URL."""
         give_up = time.monotonic() + timeout_s
-        while not (out := self._out_path.read_text()).endswith("\n"):
+        while not (out := self.out_path.read_text()).endswith("\n"):
             if not self._process.is_alive():
                 raise NodeFailed(f"the node ended with code {self.exit_code()} while it started:\n{self.log_tail()}")
             if time.monotonic() > give_up:

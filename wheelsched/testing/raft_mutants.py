@@ -20,6 +20,7 @@ import wheelsched.raft.raft as raft_module
 from wheelsched.raft import (
     Answer,
     Append,
+    AppendResponse,
     ConfChange,
     Configuration,
     Heartbeat,
@@ -37,35 +38,42 @@ from wheelsched.raft.configuration import Change, Mode
 from wheelsched.raft.leadership import Leadership
 from wheelsched.raft.log import Log
 from wheelsched.raft.progress import Progress
+from wheelsched.raft.quorum import committed_index as _committed_index
+from wheelsched.testing.raft_plans import PLANS, run_plan
 from wheelsched.testing.raft_scenarios import load_scenarios, run_scenario
 from wheelsched.testing.raft_sim import run_seed
 from wheelsched.testing.raft_world import Image, Node, World
 
 Patch = tuple[object, str, Any]
+SEEDS_MAX = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`topics`: scenario files that catch it. `walk_seeds`: schedules of 600 events that do, 0 where only vectors are asked to."""
+    """`topics`: scenario files that catch it. `walk_seeds`: schedules of 600 events that do; `plan`, `plan_seeds`: the directed plan
+    and how many seeds of it. 0: not asked to, as it takes too long or never happened."""
 
     name: str
     patch: Patch
     topics: tuple[str, ...] = ()
     walk_seeds: int = 0
+    plan: str = ""
+    plan_seeds: int = 0
 
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     owner, name, value = mutant.patch
     original = vars(owner)[name]
-    handled = [kind for kind, handler in raft_module._HANDLERS.items() if handler is original]
+    handlers: dict[Any, Any] = raft_module._HANDLERS
+    handled = [kind for kind, handler in handlers.items() if handler is original]
     setattr(owner, name, value)
-    raft_module._HANDLERS.update(dict.fromkeys(handled, value))
+    handlers.update(dict.fromkeys(handled, value))
     try:
         yield
     finally:
         setattr(owner, name, original)
-        raft_module._HANDLERS.update(dict.fromkeys(handled, original))
+        handlers.update(dict.fromkeys(handled, original))
 
 
 def caught_by_vectors(mutant: Mutant, directory: Path, topics: tuple[str, ...] | None = None) -> str:
@@ -92,13 +100,24 @@ def caught_by_walk(mutant: Mutant, seeds: int, steps: int = 600) -> int:
     return 0
 
 
+def caught_by_plan(mutant: Mutant, plan: str, seeds: int) -> int:
+    """Number of seeds of a directed plan until one fails with the bug planted, 0 if none does."""
+    with planted(mutant):
+        for seed in range(1, seeds + 1):
+            try:
+                run_plan(plan, seed)
+            except Exception:
+                return seed
+    return 0
+
+
 # ---- the bugs
 
 _take_ready, _on_append, _on_snapshot = Raft.take_ready, Raft._on_append, Raft._on_snapshot
 _init, _settle_term, _on_vote_request, _apply_conf = Raft.__init__, Raft._settle_term, Raft._on_vote_request, Raft.apply_conf
 _append, _propose, _propose_conf = Leadership._append, Leadership.propose, Leadership.propose_conf
 _on_heartbeat_response, _order_campaign = Leadership.on_heartbeat_response, Leadership._order_campaign
-_restored, _write, _committed_index = Image.restored, Image.write, leadership_module.committed_index
+_restored, _write = Image.restored, Image.write
 
 
 def everything_at_once(self: Raft) -> Ready | None:
@@ -217,7 +236,7 @@ def commits_beyond_message(self: Raft, message: Append) -> None:
 
 
 def acknowledges_all(self: Raft, to: int, index: int) -> None:
-    self._after.append(leadership_module.AppendResponse(0, self.node_id, to, self.term, self.log.last_index))
+    self._after.append(AppendResponse(0, self.node_id, to, self.term, self.log.last_index))
 
 
 def proposes_during_transfer(self: Leadership, payloads: list[bytes]) -> Answer:
@@ -269,64 +288,73 @@ def speaks_after_restart(self: Raft, node_id: int, config: RaftConfig, restored:
     _init(self, node_id, replace(config, restart_grace=False), restored, rng, **reader)
 
 
+def stays(self: Log, index: int) -> None:
+    pass
+
+
+def new_half_only(voters: Any, outgoing: Any, acked: Any) -> int | None:
+    return _committed_index(voters, (), acked)
+
+
+def everybody_counts(voters: Any, outgoing: Any, acked: Any) -> int | None:
+    return _committed_index(tuple(acked), (), acked)
+
+
 MUTANTS = (
-    Mutant("no fsync", (World, "sync", no_fsync), ("durability",), 20),
-    Mutant("acknowledged before persisted", (Raft, "take_ready", everything_at_once), ("durability",), 20),
-    Mutant("vote request before persisted", (Raft, "take_ready", vote_requests_at_once), ("durability",), 20),
-    Mutant("old terms committed by count", (Leadership, "advance_commit", old_terms_by_count), ("replication",)),
-    Mutant("timeouts not randomized", (Raft, "_draw_timeout", lambda self: self.config.election_tick), (), 200),
-    Mutant("vote forgotten on restart", (Image, "restored", forgets_vote), ("durability",), 60),
-    Mutant("hard state not written", (Image, "write", no_hard_state), ("durability",), 20),
-    Mutant("log start lost", (Image, "restored", loses_log_start), ("durability",), 20),
-    Mutant("no empty entry of a new leader", (Leadership, "take_office", lambda self: None), ("election",), 20),
-    Mutant("leader counts its unsynced entry", (Leadership, "_append", counts_itself_early), ("durability",), 60),
-    Mutant("durability of replaced entries counts", (Log, "_cut_flights", lambda self, index: None), ("durability",)),
-    Mutant("campaign with unapplied change", (Raft, "_has_unapplied_change", lambda self: False), ()),
-    Mutant("several changes pending", (Leadership, "propose_conf", change_upon_change), ("membership",)),
+    Mutant("no fsync", (World, "sync", no_fsync), ("durability",), 2),
+    Mutant("acknowledged before persisted", (Raft, "take_ready", everything_at_once), ("durability",), 2),
+    Mutant("vote request before persisted", (Raft, "take_ready", vote_requests_at_once), ("durability",), 0, "early_vote", 2),
+    Mutant("old terms committed by count", (Leadership, "advance_commit", old_terms_by_count), ("replication",), 0, "figure_8", 20),
+    Mutant("timeouts not randomized", (Raft, "_draw_timeout", lambda self: self.config.election_tick), (), 0, "churn", 5),
+    Mutant("vote forgotten on restart", (Image, "restored", forgets_vote), ("durability",), 10, "power_loss", 5),
+    Mutant("hard state not written", (Image, "write", no_hard_state), ("durability",), 2),
+    Mutant("log start lost", (Image, "restored", loses_log_start), ("durability",), 2),
+    Mutant("no empty entry of a new leader", (Leadership, "take_office", lambda self: None), ("election",), 2),
+    Mutant("leader counts its unsynced entry", (Leadership, "_append", counts_itself_early), ("durability",), 0, "lazy_disk", 20),
+    Mutant("durability of replaced entries counts", (Log, "_cut_flights", stays), ("durability",), 0, "overwritten", 10),
+    Mutant("campaign with unapplied change", (Raft, "_has_unapplied_change", lambda self: False), ("own",), 0, "churn", 60),
+    Mutant("several changes pending", (Leadership, "propose_conf", change_upon_change), ("membership",), 0, "churn", 10),
+    Mutant("joint commit looks at the new half only", (leadership_module, "committed_index", new_half_only), ("membership",)),
+    Mutant("learner counts for commit", (leadership_module, "committed_index", everybody_counts), ("reads",)),
+    Mutant("removed leader stays", (Raft, "apply_conf", removed_leader_stays), ("membership",), 0, "churn", 10),
+    Mutant("read without quorum", (Leadership, "_answer_reads", reads_at_once), ("reads",), 0, "stale_reader", 10),
     Mutant(
-        "joint commit looks at the new half only",
-        (leadership_module, "committed_index", lambda voters, outgoing, acked: _committed_index(voters, (), acked)),
-        ("membership",),
+        "any heartbeat answer confirms reads", (Leadership, "on_heartbeat_response", any_answer_confirms), ("reads",), 0, "stale_reader", 20
     ),
-    Mutant(
-        "learner counts for commit",
-        (leadership_module, "committed_index", lambda voters, outgoing, acked: _committed_index(tuple(acked), (), acked)),
-        ("reads",),
-    ),
-    Mutant("removed leader stays", (Raft, "apply_conf", removed_leader_stays), ("membership",)),
-    Mutant("read without quorum", (Leadership, "_answer_reads", reads_at_once), ("reads",)),
-    Mutant("any heartbeat answer confirms reads", (Leadership, "on_heartbeat_response", any_answer_confirms), ("reads",)),
-    Mutant("read before own-term commit", (Leadership, "has_committed_own", property(lambda self: True)), ("reads",)),
-    Mutant("heartbeat carries full commit index", (Raft, "send_now", full_commit_in_heartbeats), ("replication",), 60),
-    Mutant("vote regardless of log", (Log, "is_up_to_date", lambda self, last_index, last_term: True), ("election",), 60),
-    Mutant("vote twice in a term", (Raft, "_on_vote_request", votes_twice), ("election",), 60),
-    Mutant("older terms accepted", (Raft, "_settle_term", takes_old_terms), ("election",), 60),
-    Mutant("no consistency check", (Raft, "_on_append", no_consistency_check), ("replication",), 60),
+    Mutant("read before own-term commit", (Leadership, "has_committed_own", property(lambda self: True)), ("reads",), 0, "new_reader", 10),
+    Mutant("heartbeat carries full commit index", (Raft, "send_now", full_commit_in_heartbeats), ("replication",), 10),
+    Mutant("vote regardless of log", (Log, "is_up_to_date", lambda self, index, term: True), ("election",), 0, "figure_8", 10),
+    Mutant("vote twice in a term", (Raft, "_on_vote_request", votes_twice), ("election",), 10),
+    Mutant("older terms accepted", (Raft, "_settle_term", takes_old_terms), ("election",), 40),
+    Mutant("no consistency check", (Raft, "_on_append", no_consistency_check), ("replication",), 0, "figure_8", 10),
     Mutant("short append cuts a longer log", (Log, "find_conflict", cuts_always), ("replication",)),
-    Mutant("commit beyond the message", (Raft, "_on_append", commits_beyond_message), ("replication",)),
-    Mutant("acknowledges the own last index", (Raft, "_acknowledge", acknowledges_all), ("replication",), 60),
+    Mutant("commit beyond the message", (Raft, "_on_append", commits_beyond_message), ("own",)),
+    Mutant("acknowledges the own last index", (Raft, "_acknowledge", acknowledges_all), ("replication",)),
     Mutant("pre-vote raises the term", (Raft, "_settle_term", prevote_raises_term), ("election",)),
     Mutant("promise to the leader not kept", (Raft, "_keeps_promise", lambda self: False), ("checkquorum",)),
     Mutant("no silence after restart", (Raft, "__init__", speaks_after_restart), ("checkquorum",)),
-    Mutant("proposals taken during transfer", (Leadership, "propose", proposes_during_transfer), ()),
-    Mutant("old snapshot installed", (Raft, "_on_snapshot", installs_old_snapshots), (), 60),
-    Mutant("snapshot cuts a matching log", (Raft, "_on_snapshot", snapshot_cuts_matching_log), ()),
-    Mutant("stale refusal lowers the peer", (Progress, "refused", stale_refusals_count), ("replication",), 60),
-    Mutant("full window waits for ever", (Leadership, "on_heartbeat_response", full_window_waits_for_ever), ("flow",), 60),
-    Mutant("lease kept after timeout_now", (Leadership, "_order_campaign", keeps_lease), ()),
+    Mutant("proposals taken during transfer", (Leadership, "propose", proposes_during_transfer), ("own",)),
+    Mutant("old snapshot installed", (Raft, "_on_snapshot", installs_old_snapshots), ("own",)),
+    Mutant("snapshot cuts a matching log", (Raft, "_on_snapshot", snapshot_cuts_matching_log), ("own",)),
+    Mutant("stale refusal lowers the peer", (Progress, "refused", stale_refusals_count), ("replication",), 20),
+    Mutant("full window waits for ever", (Leadership, "on_heartbeat_response", full_window_waits_for_ever), ("flow",), 20),
+    Mutant("lease kept after timeout_now", (Leadership, "_order_campaign", keeps_lease), ("own",)),
 )
 
 
 def main(names: list[str]) -> int:
+    """Search afresh: all scenarios, all plans, and the walk."""
     directory = Path(__file__).parents[2] / "tests" / "vectors" / "raft"
     survivors = 0
-    print(f"{'mutant':42} {'vectors':48} walk")
+    print(f"{'mutant':40} {'vectors':46} {'walk':>4}  plans")
     for mutant in MUTANTS:
         if names and mutant.name not in names:
             continue
-        scenario, seed = caught_by_vectors(mutant, directory), caught_by_walk(mutant, 60)
-        survivors += not scenario and not seed
-        print(f"{mutant.name:42} {scenario or '-':48} {seed or '-'}", flush=True)
+        scenario, seed = caught_by_vectors(mutant, directory), caught_by_walk(mutant, SEEDS_MAX)
+        plans = {plan: caught_by_plan(mutant, plan, SEEDS_MAX) for plan in PLANS}
+        survivors += not scenario and not seed and not any(plans.values())
+        found = ", ".join(f"{plan} {count}" for plan, count in plans.items() if count)
+        print(f"{mutant.name:40} {scenario or '-':46} {seed or '-':>4}  {found or '-'}", flush=True)
     return 1 if survivors else 0
 
 

@@ -19,6 +19,7 @@ from wheelsched.raft import (
     Append,
     Change,
     ChangeKind,
+    Configuration,
     InstallSnapshot,
     Mode,
     PreVoteRequest,
@@ -77,7 +78,8 @@ class Stage(Simulation):
     def pass_on(self, nodes: Collection[Node], kinds: tuple[type[AnyMessage], ...] = (), chance: float = 1.0) -> int:
         """Deliver what waits between these nodes, of these kinds or all."""
         ids = {node.node_id for node in nodes}
-        chosen, kept = [], []
+        chosen: list[AnyMessage] = []
+        kept: list[AnyMessage] = []
         for message in self.world.messages:
             fits = message.sender in ids and message.to in ids and (not kinds or isinstance(message, kinds))
             (chosen if fits and self.maybe(chance) else kept).append(message)
@@ -87,21 +89,32 @@ class Stage(Simulation):
             self._check(self.world.nodes[message.to])
         return len(chosen)
 
-    def converse(self, nodes: Collection[Node], rounds: int, kinds: tuple[type[AnyMessage], ...] = (), *, lazy: Collection[Node] = ()) -> None:
-        """Some rounds of work and messages among these; those in `lazy` write but do not sync."""
+    def converse(
+        self,
+        nodes: Collection[Node],
+        rounds: int,
+        kinds: tuple[type[AnyMessage], ...] = (),
+        *,
+        lazy: Collection[Node] = (),
+        slow: Collection[Node] = (),
+    ) -> None:
+        """Some rounds of work and messages among these; those in `lazy` write but do not sync, those in `slow` do not apply."""
         for _ in range(rounds):
             for node in nodes:
-                self.work(node, sync=node not in lazy)
+                self.work(node, sync=node not in lazy, apply=node not in slow)
             self._note(f"round among {[node.node_id for node in nodes]}, {self.pass_on(nodes, kinds)} messages")
 
-    def elect(self, node: Node, among: Collection[Node], kinds: tuple[type[AnyMessage], ...] = VOTES) -> bool:
+    def elect(self, node: Node, among: Collection[Node], *, slow: Collection[Node] = ()) -> bool:
         """Have `node` elected by votes alone, without letting it replicate anything."""
         if node.core is None:
             return False
-        node.core.campaign()
-        self.converse(among, 4, kinds)
-        self._note(f"campaign of {node.node_id}: {node.running.role}")
-        return node.running.leadership is not None
+        for _ in range(3):  # the first attempts may only teach it the term
+            node.core.campaign()
+            self.converse(among, 4, VOTES, slow=slow)
+            self._note(f"campaign of {node.node_id}: {node.running.role}")
+            if node.core.leadership is not None:
+                return True
+        return False
 
     def put(self, node: Node, count: int = 1) -> None:
         """Propose at a node that may be leader; acknowledged when applied there."""
@@ -239,7 +252,7 @@ def lazy_disk(stage: Stage, a: Node) -> None:
     b = stage.pick(others)
     majority = [b, *[node for node in others if node is not b][: len(others) // 2 - 1]]
     stage.put(a)
-    lazy = [node for node in stage.up() if stage.maybe(0.4)] + [a]
+    lazy = [a, *[node for node in stage.up() if stage.maybe(0.4)]]
     for _ in range(stage.chance.randint(1, 3)):
         stage.converse([a, *majority], 1, lazy=lazy)
     stage.work(a, sync=False)
@@ -318,44 +331,47 @@ def early_vote(stage: Stage, a: Node) -> None:
 
 
 def churn(stage: Stage, a: Node) -> None:
-    """Changes that some have applied and some have not, while leaders die."""
-    conf = a.running.configuration
-    outsiders = [node_id for node_id in range(1, 8) if node_id not in conf.voters]
-    changes = []
-    if stage.maybe(0.7) and outsiders:
-        changes.append(Change(ChangeKind.ADD_VOTER, stage.chance.choice(outsiders)))
-    if stage.maybe(0.6) and len(conf.voters) > 2:
-        changes.append(Change(stage.chance.choice((ChangeKind.REMOVE, ChangeKind.ADD_LEARNER)), stage.chance.choice(conf.voters)))
-    if not changes:
-        return
-    for change in changes:
-        stage.add_blank(change.node_id)
-    stage._note(f"change {changes} {a.running.propose_conf(changes, stage.chance.choice(list(Mode)))}")
-    stage.work(a)
-    subset = [a, *stage.some(stage.up(a))]
-    for _ in range(stage.chance.randint(1, 4)):
-        slow = stage.some(subset)
-        stage.pass_on(subset)
-        for node in subset:
-            stage.work(node, apply=node not in slow)
-    if stage.maybe(0.6):
+    """Changes that some have applied and some have not: two majorities that know nothing of each other may come about."""
+    old = stage.up(a)
+    slow = [node for node in old if stage.maybe(0.7)]
+    new: list[Node] = []
+    for _ in range(stage.chance.randint(1, 3)):
+        if a.core is None or a.core.leadership is None:
+            break
+        changes = some_changes(stage, a.core.configuration)
+        for change in changes:
+            stage.add_blank(change.node_id)
+            if change.kind is ChangeKind.ADD_VOTER and stage.world.nodes[change.node_id] not in [a, *old, *new]:
+                new.append(stage.world.nodes[change.node_id])
+        stage._note(f"change {changes} {a.core.propose_conf(changes, stage.chance.choice(list(Mode)))}")
+        a.core.tick()
+        stage.converse([a, *new, *stage.some(old)], stage.chance.randint(3, 9), slow=slow)
+    stage.put(a)
+    stage.converse([a, *new, *([stage.pick(old)] if stage.maybe(0.3) else [])], stage.chance.randint(2, 6), slow=slow)
+    if stage.maybe(0.3):
         stage.kill(a)
-    elif a.core is not None and a.core.leadership is not None:
-        stage._note(f"second change {a.core.propose_conf([Change(ChangeKind.REMOVE, stage.chance.choice(conf.voters))])}")
-        stage.put(a)
-        stage.work(a)
-        stage.converse([a, *stage.some(stage.up(a))], 2)
+    stage.drop(0.5)
     for _ in range(2):
-        nodes = stage.up()
-        candidate = stage.pick(nodes)
-        side = [candidate, *stage.some(stage.up(candidate))]
-        candidate.running.campaign()
-        for _ in range(4):
-            for node in side:
-                stage.work(node, apply=False)
-            stage.pass_on(side, VOTES if stage.maybe(0.3) else ())
-        stage.put(candidate)
-        stage.converse(side, 2)
+        side = old if stage.maybe(0.6) else stage.some(stage.up())
+        if not side:
+            continue
+        candidate = stage.pick(side)
+        if stage.elect(candidate, side, slow=slow):
+            stage.put(candidate)
+            stage.converse(side, stage.chance.randint(1, 5), slow=slow)
+
+
+def some_changes(stage: Stage, conf: Configuration) -> list[Change]:
+    """At most one voter enters and one leaves, mostly one enters."""
+    outsiders = [node_id for node_id in range(1, 8) if node_id not in conf.voters]
+    if conf.is_joint:
+        return []
+    changes = []
+    if outsiders and stage.maybe(0.8):
+        changes.append(Change(ChangeKind.ADD_VOTER, stage.chance.choice(outsiders)))
+    if len(conf.voters) > 2 and (not changes or stage.maybe(0.3)):
+        changes.append(Change(stage.chance.choice((ChangeKind.REMOVE, ChangeKind.ADD_LEARNER)), stage.chance.choice(conf.voters)))
+    return changes
 
 
 def snapshot_race(stage: Stage, a: Node) -> None:
@@ -397,7 +413,7 @@ def power_loss(stage: Stage, a: Node) -> None:
     stage.chance.shuffle(nodes)
     stage.revive(*nodes)
     candidate = stage.pick(nodes)
-    stage.elect(candidate, stage.some(stage.up(candidate)) + [candidate])
+    stage.elect(candidate, [candidate, *stage.some(stage.up(candidate))])
     stage.put(candidate)
     stage.converse(stage.some(nodes), 3)
 

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,7 @@ class Runner:
         self.invariants.on_restart(node)
 
     def op_start(self, step: Json) -> None:
+        self.world.absent.discard(step["node"])
         self._add(step["node"], step)
 
     # Nothing.
@@ -468,11 +470,11 @@ def run_directory(directory: Path) -> list[Outcome]:
     """Everything below a directory, in order."""
     outcomes = []
     for scenario in load_scenarios(directory):
-        outcomes.append(_outcome(scenario["id"], scenario.get("title", ""), lambda scenario=scenario: run_scenario(scenario)))
+        outcomes.append(_outcome(scenario["id"], scenario.get("title", ""), partial(run_scenario, scenario)))
     for table in load_tables(directory):
         for number, row in enumerate(table["rows"]):
             name = f"{table['table']}/{row.get('id', number)}"
-            outcomes.append(_outcome(name, row.get("source", ""), lambda table=table, row=row: check_row(table["table"], row)))
+            outcomes.append(_outcome(name, row.get("source", ""), partial(check_row, table["table"], row)))
     return outcomes
 
 

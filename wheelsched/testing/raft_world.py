@@ -397,6 +397,7 @@ class Invariants:
         else:
             ensure(last >= office[1], "leader_only_appends", node=node.node_id, last=last, before=office[1])
         self._office[node.node_id] = (term, last)
+        ensure(core.configuration.is_voter(node.node_id), "leader_is_a_voter", node=node.node_id, conf=core.configuration)
         assert core.leadership is not None
         for peer_id, peer in core.leadership.peers.items():
             facts = {"node": node.node_id, "peer": peer_id, "match": peer.match, "next": peer.next}
