@@ -469,6 +469,39 @@ def test_a_restart_needs_only_the_tail_in_memory() -> None:
     assert ready is not None and [entry.index for entry in ready.committed] == [15, 16] and not ready.must_sync
 
 
+def test_a_restart_without_the_unapplied_entries_is_refused() -> None:
+    entries = [make_entry(0, index, 3, EntryKind.COMMANDS, b"x") for index in range(15, 18)]
+    restored = RestoredState(make_configuration([1]), entries=entries, older_terms=[(1, 2)], term=3, commit=16, applied=9)
+    with pytest.raises(RaftFault, match="unapplied_entries_are_given"):
+        Raft(1, TEST_CONFIG, restored, random.Random(1), reader=lambda first, last: [])
+
+
+def test_a_snapshot_overtakes_entries_that_wait_to_be_applied() -> None:
+    """They were handed out before it came; the driver skips them, and their late `applied` changes nothing."""
+    core = a_core()
+    core.step(Append(0, 2, 1, 1, 0, 0, tuple(make_entry(0, index, 1, EntryKind.COMMANDS) for index in (1, 2)), 2))
+    first = core.take_ready()
+    assert first is not None and not first.committed
+    core.persisted(first)
+    second = core.take_ready()
+    assert second is not None and [entry.index for entry in second.committed] == [1, 2]
+    core.step(InstallSnapshot(0, 2, 1, 1, 10, 1, make_configuration([1, 2, 3, 4])))
+    third = core.take_ready()
+    assert third is not None and third.snapshot is not None and third.must_sync and core.is_installing
+    core.step(Append(0, 2, 1, 1, 10, 1, (make_entry(0, 11, 1, EntryKind.COMMANDS),), 11))
+    fourth = core.take_ready()
+    assert fourth is not None and not fourth.committed
+    core.persisted(second)
+    core.applied(1)
+    core.persisted(third)
+    assert (core.applied_index, core.status().configuration.voters, core.is_installing) == (10, (1, 2, 3, 4), False)
+    core.applied(2)
+    assert core.applied_index == 10
+    core.persisted(fourth)
+    fifth = core.take_ready()
+    assert fifth is not None and [entry.index for entry in fifth.committed] == [11]
+
+
 def test_persisted_comes_in_order() -> None:
     core = a_leader()
     core.propose([b"a"])

@@ -21,9 +21,7 @@ _VALUE: Final = re.compile(r"[0-9]{1,3}|[A-Za-z]{3}")
 _STEP: Final = re.compile(r"[0-9]{1,3}")
 _HASHED: Final = re.compile(r"H(?:\((?P<low>[0-9A-Za-z]*)-(?P<high>[0-9A-Za-z]*)\))?(?:/(?P<step>.*))?")
 _NUMBER: Final = r"[0-9]{1,3}"
-_DAY_RULES: Final = re.compile(
-    rf"(?P<last_weekday>LW)|L(?:-(?P<before_last>{_NUMBER}))?|(?P<nearest>{_NUMBER})W", re.ASCII | re.IGNORECASE
-)
+_DAY_RULES: Final = re.compile(rf"(?P<last_weekday>LW)|L(?:-(?P<before_last>{_NUMBER}))?|(?P<nearest>{_NUMBER})W", re.ASCII | re.IGNORECASE)
 _WEEKDAY_RULES: Final = re.compile(rf"(?P<weekday>{_NUMBER}|[A-Z]{{3}})(?:L|#(?P<nth>{_NUMBER}))", re.ASCII | re.IGNORECASE)
 
 _MONTHS: Final = ("JAN", "FEB", "MAR", "APR", "MAY", "JUN", "JUL", "AUG", "SEP", "OCT", "NOV", "DEC")
@@ -115,9 +113,7 @@ def day_masks(days: FieldSet, weekdays: FieldSet) -> tuple[int, ...]:
 
 # A million schedules have a few hundred different pairs of day fields: they share the tuples, and parsing stays cheap.
 @lru_cache(maxsize=4_096)
-def _day_masks(
-    days: int, day_rules: tuple[DayRule, ...], weekdays: int, weekday_rules: tuple[DayRule, ...], both: bool
-) -> tuple[int, ...]:
+def _day_masks(days: int, day_rules: tuple[DayRule, ...], weekdays: int, weekday_rules: tuple[DayRule, ...], both: bool) -> tuple[int, ...]:
     masks = [0] * (len(LENGTHS) * 7)
     for length in LENGTHS:
         for first in range(7):
@@ -225,9 +221,7 @@ def _advice(field: Field, text: str, item: str) -> str:
         return "'?' is Quartz's: write *"
     if "~" in item:
         low, _, high = item.partition("~")
-        return (
-            f"there are no random ranges: write H({low or field.low}-{high or field.star_high}) for a value that stays the same"
-        )
+        return f"there are no random ranges: write H({low or field.low}-{high or field.star_high}) for a value that stays the same"
     if item == "R" or item.startswith(("R/", "R(")):
         return f"there are no random values: write H{item[1:]} for a value that stays the same"
     if item == "H" or item.startswith(("H/", "H(")):

@@ -24,12 +24,14 @@ IDLE_MS = 1_000
 
 @dataclass(slots=True)
 class Lease:
-    """A running attempt. Deadlines are monotonic ms."""
+    """A running attempt. Deadlines are monotonic ms; `lease_ms` is the length on record, which a new leader grants anew, `claim_ms`
+    the claim's, which a heartbeat gets that names none."""
 
     job_id: bytes
     attempt: int
     fencing: int
     lease_ms: int
+    claim_ms: int
     deadline_ms: int
     timeout_at_ms: int
     cancel_requested: bool
@@ -63,12 +65,11 @@ class Leases:
         known = self._leases.get(state.job_id)
         if known is not None and known.fencing == state.fencing:
             known.cancel_requested = state.status == Status.CANCEL_REQUESTED
-            if known.lease_ms != state.lease_ms:
-                self._extend(known, state.lease_ms)
+            known.lease_ms = state.lease_ms
             return
         now_ms = self._clock.mono_ms()
         lease = Lease(
-            state.job_id, state.attempt, state.fencing, state.lease_ms, now_ms + state.lease_ms,
+            state.job_id, state.attempt, state.fencing, state.lease_ms, state.lease_ms, now_ms + state.lease_ms,
             now_ms + max(state.timeout_ms - started_ago_ms, 0), state.status == Status.CANCEL_REQUESTED,
         )  # fmt: skip
         self._leases[state.job_id] = lease
@@ -77,19 +78,16 @@ class Leases:
     def end(self, job_id: bytes) -> Lease | None:
         return self._leases.pop(job_id, None)
 
-    def heartbeat(self, lease: Lease, progress: bytes | None) -> int:
-        """Extend a live lease from now; returns its wall-clock deadline. The heap entry is left: it is looked at again when due."""
-        self._extend(lease, lease.lease_ms)
-        if progress is not None:
-            lease.progress = progress
-        return self._clock.wall_ms() + lease.lease_ms
-
-    def _extend(self, lease: Lease, lease_ms: int) -> None:
+    def heartbeat(self, lease: Lease, lease_ms: int, progress: bytes | None) -> int:
+        """Let a live lease run for `lease_ms` from now; returns its wall-clock deadline. The heap entry is left, to be looked at again
+        when due, unless the lease became shorter."""
         before = lease.ends_at_ms()
-        lease.lease_ms = lease_ms
         lease.deadline_ms = self._clock.mono_ms() + lease_ms
         if lease.ends_at_ms() < before:
             self._push(lease)
+        if progress is not None:
+            lease.progress = progress
+        return self._clock.wall_ms() + lease_ms
 
     def _push(self, lease: Lease) -> None:
         entry = (lease.ends_at_ms(), lease.job_id, lease.fencing)

@@ -17,6 +17,8 @@ from wheelsched.replica import Replicas
 from wheelsched.store import Rows, Store
 
 SLICE_JOBS = 100
+# Nobody counts the tombstones of discarded jobs, so every queue has to be looked at for them; they are kept for a day anyway.
+TOMBSTONES_INTERVAL_MS = 3_600_000
 EARLY_SLICES = 4
 _PURGED = sorted((*FINAL, Status.DISCARDED))
 
@@ -37,6 +39,7 @@ class Purging:
         self._group_count = group_count
         self._interval_ms = int(interval_s * 1000)
         self._next_ms = 0
+        self._next_tombstones_ms = 0
         self._waking = Waking(clock)
         self._early: dict[bytes, bytes] = {}  # by range: position up to which jobs cancelled before their time were looked at
 
@@ -47,10 +50,13 @@ class Purging:
             return 0
         self._next_ms = now_ms + self._interval_ms
         removed = 0
+        with_tombstones = now_ms >= self._next_tombstones_ms
+        if with_tombstones:
+            self._next_tombstones_ms = now_ms + TOMBSTONES_INTERVAL_MS
         for queue in list(self._queues):
             await asyncio.sleep(0)  # some hundred seeks a queue: let others have their turn
             for status in _PURGED:
-                if status == Status.DISCARDED or any(queue.cells[status * 3 : status * 3 + 3]):
+                if (status == Status.DISCARDED and with_tombstones) or any(queue.cells[status * 3 : status * 3 + 3]):
                     for group in range(self._group_count):
                         removed += await self._purge(group, queue, status, now_ms)
         return removed

@@ -51,7 +51,10 @@ def create(context: Context, command: Create) -> Reply:
     job_id, fingerprint = command.job_id, command.fingerprint
     if fingerprint:
         existing = context.txn.state(job_id)
-        if existing is not None:
+        if existing is not None and existing.status == DISCARDED and existing.keep_until_ms <= context.stamp_ms:
+            # The tombstone's day is over, and the purge has not come by yet.
+            context.txn.delete(keys.DONE, _done_key(context, existing))
+        elif existing is not None:
             return _create_again(existing, fingerprint)
     spec = decode_spec(command.spec)
     base_ms = command.run_at_ms if command.run_at_ms != -1 else context.stamp_ms + command.delay_ms

@@ -16,6 +16,7 @@ from wheelsched.core.ids import format_job_id, group_of, new_job_id
 from wheelsched.core.invariants import invariant
 from wheelsched.core.settings import Settings
 from wheelsched.dispatch import Dispatcher
+from wheelsched.dispatch.leases import Lease
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Complete, Create, Extend, PauseQueue, PutQueue, Reply
@@ -91,7 +92,12 @@ class Node:
         entries = self._replicas.recover()
         self._started = True
         await self.dispatcher.start()
-        self._recorded_queues = {(queue.tenant, queue.name) for queue in self.dispatcher.queues}
+        # One that is known by its jobs alone lost its record with an unsynced tail; it is recorded with its next job.
+        self._recorded_queues = {
+            (queue.tenant, queue.name)
+            for queue in self.dispatcher.queues
+            if self._store.get(keys.META, keys.queue_row_key(queue.tenant, queue.name)) is not None
+        }
         log.info("node_loaded", entries_replayed=entries, timers=len(self.dispatcher.timers))
 
     async def run(self) -> None:
@@ -264,14 +270,21 @@ class Node:
     async def heartbeat(
         self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
     ) -> HeartbeatReply:
+        lease = self._live_lease(job_id, attempt, fencing)
+        if lease is not None and lease_ms is not None and lease_ms > lease.lease_ms:
+            # A longer one than the log knows has to outlive this node.
+            await self.propose(Extend(job_id, attempt, fencing, lease_ms))
+            lease = self._live_lease(job_id, attempt, fencing)
+        if lease is None:
+            return HeartbeatReply(StaleLease.code, f"attempt {attempt} of {format_job_id(job_id)} is not the current one; claim again")
+        expires_at_ms = self.dispatcher.leases.heartbeat(lease, lease.claim_ms if lease_ms is None else lease_ms, progress)
+        return HeartbeatReply("", "", expires_at_ms, lease.cancel_requested)
+
+    def _live_lease(self, job_id: bytes, attempt: int, fencing: int) -> Lease | None:
         lease = self.dispatcher.leases.get(job_id)
         if lease is None or lease.attempt != attempt or lease.fencing != fencing or lease.ending:
-            return HeartbeatReply(StaleLease.code, f"attempt {attempt} of {format_job_id(job_id)} is not the current one; claim again")
-        if lease_ms is not None and lease_ms != lease.lease_ms:
-            reply = await self.propose(Extend(job_id, attempt, fencing, lease_ms))
-            if reply.refusal:
-                return HeartbeatReply(reply.refusal, reply.detail)
-        return HeartbeatReply("", "", self.dispatcher.leases.heartbeat(lease, progress), lease.cancel_requested)
+            return None
+        return lease
 
     async def complete(
         self, job_id: bytes, attempt: int, fencing: int, *, outcome: int, error: bytes, result: bytes, retry_after_ms: int

@@ -105,14 +105,12 @@ class Log:
         if first > last:
             return ()
         if first <= self._cached_after:
-            last = min(last, self._cached_after)
-            entries = self._read(first, last)
-        else:
-            offset = self._cached_after + 1
-            if not max_bytes:
-                return tuple(self._entries[first - offset : last + 1 - offset])
-            entries = self._entries[first - offset : last + 1 - offset]
-        return tuple(entries[: _fitting(entries, max_bytes)] if max_bytes else entries)
+            read = self._read(first, min(last, self._cached_after))
+            return tuple(read[: _fitting(read, 0, len(read), max_bytes)] if max_bytes else read)
+        start, stop = first - self._cached_after - 1, last - self._cached_after
+        if max_bytes:
+            stop = _fitting(self._entries, start, stop, max_bytes)
+        return tuple(self._entries[start:stop])
 
     # A chunk that costs tens of µs from the store; the next append asks for the next one.
     _READ_MAX = 64
@@ -274,11 +272,11 @@ class Log:
         assert self.cached_bytes == sum(len(entry.payload) for entry in self._entries)
 
 
-def _fitting(entries: Sequence[Entry], max_bytes: int) -> int:
-    """How many of the first entries fit, at least one."""
-    size = 0
-    for count, entry in enumerate(entries):
-        size += len(entry.payload)
-        if size > max_bytes and count:
-            return count
-    return len(entries)
+def _fitting(entries: Sequence[Entry], start: int, stop: int, max_bytes: int) -> int:
+    """Where to stop so that what lies between fits; at least one entry does. Looks no further than that."""
+    size = len(entries[start].payload)
+    for position in range(start + 1, stop):
+        size += len(entries[position].payload)
+        if size > max_bytes:
+            return position
+    return stop

@@ -98,6 +98,9 @@ class Raft:
         )
         if not self.applied_index <= self.commit <= self.log.last_index:
             fault("restored_state_fits", applied=self.applied_index, commit=self.commit, last=self.log.last_index)
+        if self.applied_index < self.log.last_index and not self.log.is_cached(self.applied_index + 1):
+            # What is not applied is searched for changes, so it must be at hand.
+            fault("unapplied_entries_are_given", applied=self.applied_index, last=self.log.last_index)
         self.role = Role.FOLLOWER
         self.leader = 0
         self.leadership: Leadership | None = None

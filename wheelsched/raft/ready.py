@@ -41,8 +41,8 @@ class HardState(NamedTuple):
 class RestoredState:
     """A replica as its disk has it; all of `entries` are durable, those after `applied` will be handed out again.
 
-    `entries` follow the log start (`snapshot_index`, `snapshot_term`), or begin later, with `older_terms` naming the runs
-    (first index, term) of those before them; see `Log`.
+    `entries` follow the log start (`snapshot_index`, `snapshot_term`), or begin later but not behind `applied` + 1, with `older_terms`
+    naming the runs (first index, term) of those before them; see `Log`.
     """
 
     configuration: Configuration
@@ -62,6 +62,7 @@ class Ready:
 
     One atomic write: `snapshot` (replaces everything), `entries` (an existing tail from the first one's index on is replaced) and
     `hard_state`. `now` may leave before it is durable, `after` only then. `committed` are durable here and to be applied in order.
+    A snapshot may overtake `committed` entries of earlier Readies: those at or below what the state holds are skipped, changes too.
     `must_sync` False: nothing here was promised to anybody, a later sync may cover it.
     """
 

@@ -54,12 +54,15 @@ class NodeProcess:
         settings: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
         notes: Path | None = None,
+        sync_delay_s: float = 0.0,
     ) -> None:
-        """`settings`: dotted keys, as in the reference file; `notes`: where the lengths of synced WAL files are noted."""
+        """`settings`: dotted keys, as in the reference file; `notes`: where the lengths of synced WAL files are noted;
+        `sync_delay_s`: how much longer each fsync takes then, so that more is under way at a kill."""
         self.data_dir = data_dir
         self.settings = dict(settings or {})
         self.arguments = tuple(arguments)
         self.notes = notes
+        self.sync_delay_s = sync_delay_s
         self.log_path = data_dir.with_name(data_dir.name + ".log")
         self.out_path = data_dir.with_name(data_dir.name + ".out")
         self._process: Any = None
@@ -74,7 +77,8 @@ class NodeProcess:
         environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
         arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
         files = (str(self.out_path), str(self.log_path))
-        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, self.notes), daemon=True)
+        watched = None if self.notes is None else (self.notes, self.sync_delay_s)
+        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, watched), daemon=True)
         with _without_main():
             self._process.start()
 
@@ -155,7 +159,7 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str, str], notes: Path | None) -> None:
+def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str, str], watched: tuple[Path, float] | None) -> None:
     """The forked process, from here on the node."""
     # Whoever started us may be killed as well, with no chance to clean up.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -166,10 +170,10 @@ def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str
         os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(environment)
-    if notes is not None:
+    if watched is not None:
         from wheelsched.node import build
 
-        vars(build)["RocksStore"] = functools.partial(NotedStore, notes=notes)
+        vars(build)["RocksStore"] = functools.partial(NotedStore, notes=watched[0], sync_delay_s=watched[1])
     from wheelsched.cli import main
 
     sys.argv = ["wheelsched", *arguments]
@@ -182,8 +186,8 @@ def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str
 class NotedStore(RocksStore):
     """A store that notes in a file how long its WAL files were when a sync that has succeeded began."""
 
-    def __init__(self, data_dir: str | Path, settings: StoreSettings, *, notes: Path, **others: Any) -> None:
-        note = _Notes(Path(data_dir) / DB_NAME, notes)
+    def __init__(self, data_dir: str | Path, settings: StoreSettings, *, notes: Path, sync_delay_s: float, **others: Any) -> None:
+        note = _Notes(Path(data_dir) / DB_NAME, notes, sync_delay_s)
         super().__init__(data_dir, settings, faults=note, **others)
         # In front of the store's own mark: a kill between the two must find the note.
         self._mark = _NotedMark(self._mark, note)  # type: ignore[assignment]
@@ -192,8 +196,8 @@ class NotedStore(RocksStore):
 class _Notes:
     """Lengths seen before an fsync, written down after it. Implements `Faults`."""
 
-    def __init__(self, db_path: Path, notes: Path) -> None:
-        self._db_path = db_path
+    def __init__(self, db_path: Path, notes: Path, sync_delay_s: float) -> None:
+        self._db_path, self._sync_delay_s = db_path, sync_delay_s
         # A kill may have cut the last line short; what follows begins a line of its own.
         self._file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(self._file, b"\n")
@@ -204,6 +208,8 @@ class _Notes:
 
     def on_sync(self) -> None:
         self._seen = wal_lengths(self._db_path)
+        if self._sync_delay_s:
+            time.sleep(self._sync_delay_s)
 
     def write_down(self) -> None:
         os.write(self._file, b"".join(b"%s %d\n" % (name.encode(), length) for name, length in self._seen))
@@ -244,12 +250,13 @@ def synced_lengths(notes: Path) -> dict[str, int]:
 
 
 def cut_wal(db_path: Path, notes: Path, rng: random.Random) -> tuple[int, int]:
-    """Cut the end of the newest WAL file off at a random byte of what was not synced: (bytes that were not, bytes cut)."""
-    files = wal_lengths(db_path)
-    if not files:
-        return 0, 0
-    name, length = files[-1]
-    synced = min(synced_lengths(notes).get(name, 0), length)
-    kept = rng.randint(synced, length)
-    os.truncate(db_path / name, kept)
-    return length - synced, length - kept
+    """Cut the end of each WAL file off at a random byte of what was not synced: (bytes that were not, bytes cut). There is more
+    than one such file only where RocksDB began a new one during the last sync."""
+    synced = synced_lengths(notes)
+    unsynced = cut = 0
+    for name, length in wal_lengths(db_path):
+        kept = rng.randint(min(synced.get(name, 0), length), length)
+        os.truncate(db_path / name, kept)
+        unsynced += length - min(synced.get(name, 0), length)
+        cut += length - kept
+    return unsynced, cut

@@ -1,0 +1,22 @@
+"""The small size of the benchmark runs, so that it cannot rot, and the chains of instants show that the work was done."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+
+def load() -> Any:
+    path = Path(__file__).parents[2] / "benchmarks" / "bench_cron.py"
+    spec = importlib.util.spec_from_file_location("bench_cron", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_small_benchmark_runs_and_agrees_with_croniter_where_the_rules_are_the_same() -> None:
+    rows = [row for row in load().run("small") if row["baseline"] == "croniter"]
+    assert len(rows) == 8 and all(row["value"] > 0 for row in rows)
+    assert {row["name"] for row in rows if not row["agrees"]} == {"new year's Sundays", "leap-day Sundays"}
