@@ -7,17 +7,19 @@ formattings. Names were checked when they came in, so they need no escaping; lab
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import orjson
 
-from wheelsched.api.times import format_instant, format_seconds, to_seconds
+from wheelsched.api.times import format_instant, format_seconds, instant_bytes, to_seconds
 from wheelsched.core.ids import format_job_id, format_token
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, idempotency_instant_ms
 from wheelsched.model.states import LEASED, Outcome, Status
 from wheelsched.node.face import ClaimedJob, JobRecord, QueueView
 
 PRIORITY_NAMES: Final = ("critical", "default", "bulk")
+_PRIORITY_BYTES: Final = tuple(name.encode() for name in PRIORITY_NAMES)
 STATUS_NAMES: Final = tuple(status.name for status in Status)
 OUTCOME_NAMES: Final = tuple(outcome.name.lower() for outcome in Outcome)
 _SHOWN_STATUSES: Final = tuple(status for status in Status if status is not Status.DISCARDED)
@@ -48,29 +50,44 @@ def _ends(record: JobRecord) -> bytes:
 
 def job_json(state: JobState, status: str, spec: JobSpec, payload: bytes, ends: bytes = b"") -> bytes:
     """The same from its parts; `ends` are the members after the instants, each with its comma."""
-    timing = f'{{"class":"flexible","window_s":{format_seconds(spec.window_ms)}}}' if spec.window_ms else '{"class":"precise"}'
-    head = (
-        f'{{"job_id":"{format_job_id(state.job_id)}","queue":"{state.queue}","status":"{status}",'
-        f'"run_at":"{format_instant(state.run_at_ms)}","fire_at":"{format_instant(state.fire_at_ms)}","timing":{timing},'
-        f'"priority":"{PRIORITY_NAMES[state.priority]}","target":'
-    )
-    target = spec.target or b'{"type":"task"}'
-    content = b',"payload":' + payload if not spec.payload_ref else b',"payload_ref":' + orjson.dumps(spec.payload_ref)
+    timing, retry = _spec_json(spec.window_ms, spec.max_attempts, spec.initial_backoff_ms, spec.max_backoff_ms, spec.timeout_ms)
+    if state.first_started_at_ms or state.finished_at_ms or status == "RETRYING":
+        ends = _later_instants(state, status) + ends
+    return (
+        b'{"job_id":"job_%b","queue":"%b","status":"%b","run_at":"%b","fire_at":"%b","timing":%b,"priority":"%b","target":%b,%b%b,"labels":%b,'
+        b'"version":%d,"attempt":%d,"created_at":"%b","updated_at":"%b"%b}'
+    ) % (
+        state.job_id.hex().encode(), state.queue.encode(), status.encode(), instant_bytes(state.run_at_ms),
+        instant_bytes(state.fire_at_ms), timing, _PRIORITY_BYTES[state.priority], spec.target or b'{"type":"task"}',
+        _content(spec, payload), retry, labels_json(spec.labels), state.version, state.attempt, instant_bytes(state.created_at_ms),
+        instant_bytes(state.updated_at_ms), ends,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1_024)
+def _spec_json(window_ms: int, max_attempts: int, initial_ms: int, max_ms: int, timeout_ms: int) -> tuple[bytes, bytes]:
+    """(`timing`, the members from `retry` to `timeout_s`): the same for most jobs."""
+    timing = f'{{"class":"flexible","window_s":{format_seconds(window_ms)}}}' if window_ms else '{"class":"precise"}'
     retry = (
-        f',"retry":{{"max_attempts":{spec.max_attempts},"initial_backoff_s":{format_seconds(spec.initial_backoff_ms)},'
-        f'"max_backoff_s":{format_seconds(spec.max_backoff_ms)}}},"timeout_s":{format_seconds(spec.timeout_ms)},"labels":'
+        f',"retry":{{"max_attempts":{max_attempts},"initial_backoff_s":{format_seconds(initial_ms)},'
+        f'"max_backoff_s":{format_seconds(max_ms)}}},"timeout_s":{format_seconds(timeout_ms)}'
     )
-    tail = (
-        f',"version":{state.version},"attempt":{state.attempt},"created_at":"{format_instant(state.created_at_ms)}",'
-        f'"updated_at":"{format_instant(state.updated_at_ms)}"'
-    )
+    return timing.encode(), retry.encode()
+
+
+def _content(spec: JobSpec, payload: bytes) -> bytes:
+    return b'"payload":' + payload if not spec.payload_ref else b'"payload_ref":' + orjson.dumps(spec.payload_ref)
+
+
+def _later_instants(state: JobState, status: str) -> bytes:
+    parts = []
     if state.first_started_at_ms:
-        tail += f',"started_at":"{format_instant(state.first_started_at_ms)}"'
+        parts.append(b',"started_at":"%b"' % instant_bytes(state.first_started_at_ms))
     if state.finished_at_ms:
-        tail += f',"finished_at":"{format_instant(state.finished_at_ms)}"'
+        parts.append(b',"finished_at":"%b"' % instant_bytes(state.finished_at_ms))
     if status == "RETRYING":
-        tail += f',"next_attempt_at":"{format_instant(state.next_attempt_at_ms)}"'
-    return b"".join((head.encode(), target, content, retry.encode(), labels_json(spec.labels), tail.encode(), ends, b"}"))
+        parts.append(b',"next_attempt_at":"%b"' % instant_bytes(state.next_attempt_at_ms))
+    return b"".join(parts)
 
 
 def etag(version: int) -> bytes:
@@ -92,22 +109,18 @@ def claimed(jobs: Sequence[ClaimedJob]) -> bytes:
 
 def _claimed_job(item: ClaimedJob) -> bytes:
     state, spec = item.state, item.spec
-    text_id = format_job_id(state.job_id)
-    fire_at = format_instant(state.fire_at_ms)
-    key_at = fire_at if not state.key_at_ms else format_instant(idempotency_instant_ms(state))
-    head = (
-        f'{{"job_id":"{text_id}","queue":"{state.queue}","attempt":{state.attempt},'
-        f'"lease_token":"{format_token(state.job_id, state.attempt, state.fencing)}",'
-        f'"lease_expires_at":"{format_instant(state.lease_expires_at_ms)}","idempotency_key":"{text_id}@{key_at}",'
-        f'"fencing_token":{state.fencing},"payload'
-    )
-    content = b'":' + item.payload if not spec.payload_ref else b'_ref":' + orjson.dumps(spec.payload_ref)
-    tail = (
-        f',"run_at":"{format_instant(state.run_at_ms)}","fire_at":"{fire_at}","timeout_s":{format_seconds(spec.timeout_ms)},'
-        f'"max_attempts":{spec.max_attempts},"labels":'
-    )
-    end = b',"traceparent":"%b"}' % spec.traceparent.encode() if spec.traceparent else b"}"
-    return b"".join((head.encode(), content, tail.encode(), labels_json(spec.labels), end))
+    job_id = state.job_id.hex().encode()
+    fire_at = instant_bytes(state.fire_at_ms)
+    key_at = fire_at if not state.key_at_ms else instant_bytes(idempotency_instant_ms(state))
+    return (
+        b'{"job_id":"job_%b","queue":"%b","attempt":%d,"lease_token":"%b","lease_expires_at":"%b","idempotency_key":"job_%b@%b",'
+        b'"fencing_token":%d,%b,"run_at":"%b","fire_at":"%b","timeout_s":%b,"max_attempts":%d,"labels":%b%b}'
+    ) % (
+        job_id, state.queue.encode(), state.attempt, format_token(state.job_id, state.attempt, state.fencing).encode(),
+        instant_bytes(state.lease_expires_at_ms), job_id, key_at, state.fencing, _content(spec, item.payload),
+        instant_bytes(state.run_at_ms), fire_at, format_seconds(spec.timeout_ms).encode(), spec.max_attempts, labels_json(spec.labels),
+        b',"traceparent":"%b"' % spec.traceparent.encode() if spec.traceparent else b"",
+    )  # fmt: skip
 
 
 # --- attempts and events --------------------------------------------------------------------------------------------------------

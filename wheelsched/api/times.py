@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta
+from functools import lru_cache
 
 _INSTANT = re.compile(r"(\d{4})-(\d\d)-(\d\d)[Tt ](\d\d):(\d\d):(\d\d)(?:\.(\d{1,18}))?(?:([Zz])|([+-])(\d\d):(\d\d))?", re.ASCII)
 _EPOCH = datetime(1970, 1, 1)
 _DAY_S = 86_400
 # The end of year 9999, past which an instant cannot be written.
 INSTANT_MS_MAX = 253_402_300_799_999
-_seconds: dict[int, str] = {}
-_SECONDS_KEPT_MAX = 8_192
+_MILLISECONDS = tuple(b"Z" if rest == 0 else b".%03dZ" % rest for rest in range(1_000))
 
 
 def parse_instant(text: str) -> int:
@@ -48,14 +48,18 @@ def parse_instant(text: str) -> int:
 
 
 def format_instant(ms: int) -> str:
-    """RFC 3339 in UTC, milliseconds only where they are not zero. 0.1 us for a second seen lately."""
-    second, rest = divmod(ms, 1000)
-    text = _seconds.get(second)
-    if text is None:
-        if len(_seconds) >= _SECONDS_KEPT_MAX:
-            _seconds.clear()
-        text = _seconds[second] = (_EPOCH + timedelta(seconds=min(second, INSTANT_MS_MAX // 1000))).isoformat()
-    return f"{text}.{rest:03d}Z" if rest else text + "Z"
+    """RFC 3339 in UTC, milliseconds only where they are not zero."""
+    return instant_bytes(ms).decode()
+
+
+def instant_bytes(ms: int) -> bytes:
+    """The same as bytes, for answers: 0.2 us for a second seen lately."""
+    return _second_bytes(ms // 1000) + _MILLISECONDS[ms % 1000]
+
+
+@lru_cache(maxsize=8_192)
+def _second_bytes(second: int) -> bytes:
+    return (_EPOCH + timedelta(seconds=min(second, INSTANT_MS_MAX // 1000))).isoformat().encode()
 
 
 def to_ms(seconds: float) -> int | None:

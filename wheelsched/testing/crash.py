@@ -329,11 +329,13 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`producers` and `workers`: how many of each run at once."""
+    """`producers` and `workers`: how many of each run at once. `sync_delay_ms`: with `cut_wal`, how much longer an fsync takes, so that
+    more than a row or two is under way at a kill."""
 
     rounds: int = 12
     seed: int = 0
     cut_wal: bool = False
+    sync_delay_ms: int = 5
     producers: int = 3
     workers: int = 3
 
@@ -374,7 +376,9 @@ class Report:
 async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda _line: None) -> Report:
     """Play a plan in a directory that is there and empty."""
     notes = directory / "synced" if plan.cut_wal else None
-    node = NodeProcess(directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes)
+    node = NodeProcess(
+        directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes, sync_delay_s=plan.sync_delay_ms / 1000
+    )
     rng = random.Random(plan.seed)
     report = Report(plan)
     history = History()
@@ -468,12 +472,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=usual.rounds)
     parser.add_argument("--seed", type=int, help="of kills and clients; a new one by default")
     parser.add_argument("--cut-wal", action="store_true", help="after each kill, cut off a part of what was not synced")
+    parser.add_argument("--sync-delay-ms", type=int, default=usual.sync_delay_ms, help="with --cut-wal: how much longer an fsync takes")
     parser.add_argument("--producers", type=int, default=usual.producers)
     parser.add_argument("--workers", type=int, default=usual.workers)
     parser.add_argument("--data-dir", type=Path, help="kept, with the node's log beside it; by default removed if all is well")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-    plan = Plan(given.rounds, seed, given.cut_wal, given.producers, given.workers)
+    plan = Plan(given.rounds, seed, given.cut_wal, given.sync_delay_ms, given.producers, given.workers)
     directory = given.data_dir or Path(tempfile.mkdtemp(prefix="wheelsched-crash-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
