@@ -118,10 +118,17 @@ def _colons(value: Any) -> int:
         return 0
     count = 1 if kind.__struct_config__.tag_field else 0
     for item in astuple(value):
-        if item is not UNSET:
-            count += 1
-            if item.__class__ is not int and item.__class__ is not float:
-                count += _colons(item)
+        if item is UNSET:
+            continue
+        count += 1
+        # The common kinds here rather than by a call: this runs for every job of a batch.
+        item_kind = item.__class__
+        if item_kind is str:
+            count += item.count(":")
+        elif item_kind is Raw:
+            count += bytes(item).count(b":")
+        elif item_kind is not int and item_kind is not float:
+            count += _colons(item)
     return count
 
 

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from wheelsched.api import bodies, cursors, problem, render, schemas, times
 from wheelsched.api.problem import Fault, invalid, refusal, refuse
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _PRIORITIES: Final = {"critical": 0, "default": 1, "bulk": 2}
 _KEY: Final = re.compile(r"[!-~]{1,255}\Z")
 _DAYS_MS: Final = limits.DELAY_S_MAX * 1000
-_TASK_TIMEOUT_MS: Final = 3_600_000
 # So many items are decoded before other connections get their turn: about a millisecond.
 _ITEMS_AT_ONCE: Final = 100
 _IF_MATCH: Final = re.compile(r'(W/)?"([^"]*)"')
@@ -144,7 +143,7 @@ def _draft(api: Api, request: Request, model: JobCreate, body: bytes, key: str, 
     run_at_ms, delay_ms = _time(api, model.run_at, model.delay_s, faults)
     window_ms = schemas.ms_of(model.timing.window_s, "timing.window_s", faults) if isinstance(model.timing, Flexible) else 0
     payload = b"null" if isinstance(model.payload, UnsetType) else _payload(api, model.payload)
-    spec = _spec(model, window_ms, request.traceparent, faults)
+    spec, spec_row = _spec(model, window_ms, request.traceparent, faults)
     if faults:
         raise refuse(faults)
     tenant = request.tenant
@@ -152,7 +151,7 @@ def _draft(api: Api, request: Request, model: JobCreate, body: bytes, key: str, 
     return Draft(
         Create(
             job_id, tenant, model.queue, 1 if isinstance(model.priority, UnsetType) else _PRIORITIES[model.priority],
-            run_at_ms, delay_ms, window_ms, spread_ms, encode_spec(spec), payload, bodies.fingerprint(body) if key else b"",
+            run_at_ms, delay_ms, window_ms, spread_ms, spec_row, payload, bodies.fingerprint(body) if key else b"",
         ),
         spec,
     )  # fmt: skip
@@ -199,20 +198,31 @@ def too_large(field: str, size: int, most: int) -> PayloadTooLarge:
     return PayloadTooLarge(detail, errors=({"pointer": "/" + field, "detail": detail},))
 
 
-def _spec(model: JobCreate, window_ms: int, traceparent: str, faults: list[Fault]) -> JobSpec:
-    max_attempts, initial_ms, max_ms = 6, 10_000, 600_000
+_PLAIN: Final = JobSpec()
+_PLAIN_ROW: Final = encode_spec(_PLAIN)
+
+
+def _spec(model: JobCreate, window_ms: int, traceparent: str, faults: list[Fault]) -> tuple[JobSpec, bytes]:
+    """The spec and its row."""
+    if (
+        model.retry is UNSET and model.timeout_s is UNSET and model.start_deadline_s is UNSET and model.labels is UNSET
+        and not window_ms and not traceparent
+    ):  # fmt: skip
+        return _PLAIN, _PLAIN_ROW
+    max_attempts, initial_ms, max_ms = _PLAIN.max_attempts, _PLAIN.initial_backoff_ms, _PLAIN.max_backoff_ms
     if not isinstance(model.retry, UnsetType):
         changes = _retry_changes(model.retry, faults)
         max_attempts = changes.get("max_attempts", max_attempts)
         initial_ms = changes.get("initial_backoff_ms", initial_ms)
         max_ms = changes.get("max_backoff_ms", max_ms)
-    timeout_ms = _TASK_TIMEOUT_MS if isinstance(model.timeout_s, UnsetType) else schemas.ms_of(model.timeout_s, "timeout_s", faults)
+    timeout_ms = _PLAIN.timeout_ms if isinstance(model.timeout_s, UnsetType) else schemas.ms_of(model.timeout_s, "timeout_s", faults)
     deadline_ms = -1 if isinstance(model.start_deadline_s, UnsetType) else schemas.ms_of(model.start_deadline_s, "start_deadline_s", faults)
     labels: dict[str, str] = {}
     if not isinstance(model.labels, UnsetType):
         labels = model.labels
         schemas.check_labels(labels, faults)
-    return JobSpec(window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent)
+    spec = JobSpec(window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent)
+    return spec, encode_spec(spec)
 
 
 def _retry_changes(retry: schemas.Retry, faults: list[Fault]) -> dict[str, int]:
