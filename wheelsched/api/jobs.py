@@ -24,7 +24,7 @@ from wheelsched.core.errors import (
     WheelschedError,
 )
 from wheelsched.model.commands import Cancel, Create, Discard, Redrive, Reply, RunNow, Update
-from wheelsched.model.rows import AttemptRow, JobSpec, JobState, encode_spec
+from wheelsched.model.rows import AttemptRow, JobSpec, encode_spec
 from wheelsched.model.states import Status
 from wheelsched.node.face import JobFilter, JobRecord
 

@@ -13,7 +13,7 @@ from typing import Final
 import orjson
 
 from wheelsched.api.times import format_instant, format_seconds, instant_bytes, to_seconds
-from wheelsched.core.ids import format_job_id, format_token
+from wheelsched.core.ids import format_token
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, idempotency_instant_ms
 from wheelsched.model.states import LEASED, Outcome, Status
 from wheelsched.node.face import ClaimedJob, JobRecord, QueueView

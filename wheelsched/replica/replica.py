@@ -169,6 +169,7 @@ class Replicas:
             self._under_way = synced + written
             syncing = asyncio.ensure_future(self._store.sync())
             try:
+                await asyncio.sleep(0)  # the fsync begins in the task's first step; only then is there something to work beside
                 if synced:
                     await self._apply_within_budget(synced)
                 await syncing

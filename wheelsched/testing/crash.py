@@ -40,6 +40,8 @@ AUDIT_GRACE_S: Final = 6.0
 ROUND_S: Final = (0.05, 1.0)
 KILLED_AT_START: Final = 0.15  # share of rounds that also kill the node while it starts
 QUEUES: Final = ("a", "b")
+# What clients that make no mistakes may be told; 504 is no answer.
+EXPECTED: Final = (200, 201, 202, 404, 409, 503)
 STILL: Final = "still"  # a queue that nobody claims from until the end: its jobs outlive every round
 PAUSES_S: Final = {"produce": 0.02, "work": 0.01, "cancel": 0.1}  # at most, between two acts of one client
 LEASES_S: Final = (1, 2, 3)
@@ -89,11 +91,16 @@ class Clients:
         await self._up.wait()
         try:
             async with self._session.request(method, self._url + path, json=body, headers=headers) as answer:
-                return answer.status, json.loads(await answer.read())
+                status, told = answer.status, json.loads(await answer.read())
         except aiohttp.ClientConnectorError:
             raise _Interrupted(sent=False) from None
         except (aiohttp.ClientError, TimeoutError):
             raise _Interrupted(sent=True) from None
+        if status == 504:
+            raise _Interrupted(sent=True)
+        if status not in EXPECTED:
+            raise NodeFailed(f"{method} {path}: {status} {told}")
+        return status, told
 
     async def read(self, path: str) -> Any:
         """The JSON of a GET that has to succeed."""
