@@ -3,7 +3,7 @@
 Sketch: a next instant is two binary searches in a zone's clock changes, a date from the standard library and some shifts of
 bit masks, so a few microseconds; the rarest walk 40 years of months, some tens. croniter builds a datetime for each candidate and
 steps field by field. Each figure is the mean over a chain of instants, each computed from the one before, in this thread's CPU
-time. The peers follow other rules in places (docs/decisions/cron-of-our-own.md): `agrees` says whether all gave the same chain.
+time. The peers follow other rules in places (docs/decisions/0008-cron-of-our-own.md): `agrees` says whether all gave the same chain.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from benchmarks.load_lateness import AHEAD_MS, create_ahead
 BATCH = 1_000
 LINES = 8
 WORKERS = 16
-CREATES_PER_S = 12_000
+CREATES_PER_S = 9_000  # what a busy machine manages; being early costs only waiting
 # "Unchanged" on a machine with two cores: what one more fsync in its slowest per cent costs.
 MORE_MS_MAX = 20.0
 

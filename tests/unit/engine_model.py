@@ -197,7 +197,7 @@ class ModelGroup:
         job = self.find(name)
         if job is None:
             return "not-found"
-        if job.status in FINAL:
+        if job.status in FINAL or job.status is S.CANCEL_REQUESTED:
             return "job-finished"
         if job.status in (S.SCHEDULED, S.RETRYING):
             job.version += 1

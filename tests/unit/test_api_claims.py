@@ -234,7 +234,7 @@ async def test_batches_of_heartbeats_and_completions() -> None:
         assert results[1]["next_attempt_at"] == "2027-01-15T08:00:01Z" and api.node.proposals == before + 1
         msgspec.json.decode(answer.body, type=schemas.CompletionResults)
         for path, field in (("heartbeat", "heartbeats"), ("complete", "completions")):
-            for bad in ([], [{}] * 1_001, {}):
+            for bad in ([], {}):
                 assert (await api.call("POST", f"/v1/attempts:{path}", {field: bad})).pointers == [f"/{field}"]
 
 

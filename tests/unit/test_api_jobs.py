@@ -250,7 +250,7 @@ async def test_a_spread_places_jobs_in_its_window() -> None:
     ("body", "pointer"),
     [
         (b'{"jobs":[]}', "/jobs"), (b'{"jobs":{}}', "/jobs"), (b"{}", "/jobs"), (b'{"jobs":[{"queue":"a"}],"x":1}', "/x"),
-        (b'{"jobs":[%b]}' % b",".join([b'{"queue":"a"}'] * 1_001), "/jobs"), (b'{"jobs":[{"queue":"a"}],"spread_s":86401}', "/spread_s"),
+        (b'{"jobs":[{"queue":"a"}],"spread_s":86401}', "/spread_s"),
         (b'{"jobs":[{"queue":"a"}],"jobs":[{"queue":"b"}]}', "/jobs"), (b'{"jobs":[{"queue":"a"}],"spread_s":1,"spread_s":2}', "/spread_s"),
     ],
 )  # fmt: skip

@@ -88,6 +88,7 @@ def _extended(reply: HeartbeatReply) -> bytes:
 async def heartbeat_batch(api: Api, request: Request) -> Response:
     bodies.check_utf8(request.body)
     batch = bodies.decode_part(_decode_heartbeats, request.body, _BATCH_OPAQUE)
+    schemas.check_item_count(batch.heartbeats, "heartbeats")
     results: list[bytes] = [b""] * len(batch.heartbeats)
     longer: list[tuple[int, Token, int, bytes | None]] = []
     for index, raw in enumerate(batch.heartbeats):
@@ -166,7 +167,9 @@ def _completion(api: Api, model: schemas.Completion) -> tuple[int, bytes, bytes,
 def _ended(reply: Reply, status_field: str) -> bytes:
     state = reply.state
     assert state is not None
-    text = f'"job_id":"{ids.format_job_id(state.job_id)}","{status_field}":"{render.STATUS_NAMES[state.status]}"'
+    # Redriven since: what is repeated is the answer of then.
+    status = Status.DEAD if reply.replayed and state.status == Status.SCHEDULED else state.status
+    text = f'"job_id":"{ids.format_job_id(state.job_id)}","{status_field}":"{render.STATUS_NAMES[status]}"'
     if state.status == _RETRYING:
         text += f',"next_attempt_at":"{format_instant(state.next_attempt_at_ms)}"'
     return text.encode()
@@ -175,6 +178,7 @@ def _ended(reply: Reply, status_field: str) -> bytes:
 async def complete_batch(api: Api, request: Request) -> Response:
     bodies.check_utf8(request.body)
     batch = bodies.decode_part(_decode_completions, request.body, _BATCH_OPAQUE)
+    schemas.check_item_count(batch.completions, "completions")
     parsed: list[CompletionArgs | WheelschedError] = []
     for index, raw in enumerate(batch.completions):
         if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:

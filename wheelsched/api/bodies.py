@@ -253,7 +253,6 @@ _WAYS_OUT: Final = {
     "lease_s": "heartbeat to extend a lease instead",
     "wait_s": "claim again when it runs out",
     "max": "claim again for more",
-    "jobs": "send several batches",
     "payload": "store it elsewhere and send a reference",
     "idempotency_key": "send it as the header Idempotency-Key of a single create",
     "window_s": "choose a smaller window",

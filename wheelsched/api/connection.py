@@ -201,7 +201,7 @@ class Connection(BaseProtocol):
         if isinstance(item, WheelschedError):
             response, request_id = self._api.unreadable(item)
             await self._write(response, request_id, is_last=True)
-            await self._linger()
+            await self._linger(is_read=False)
             return False
         self._message, self._payload = message, payload = item
         if self._parser is not None:
@@ -221,7 +221,8 @@ class Connection(BaseProtocol):
         await self._write(response, request_id, is_last=is_last)
         self._message, self._payload = None, EMPTY_PAYLOAD
         if is_last:
-            await self._linger()
+            # Asked of the request's own body: one still on its way has to be taken in, or its reset overtakes the answer.
+            await self._linger(is_read=payload.is_eof() and not self._error_queued)
             return False
         self.deadline_s = self._loop.time() + IDLE_S
         return True
@@ -358,13 +359,14 @@ class Connection(BaseProtocol):
         finally:
             self.deadline_s = 0.0
 
-    async def _linger(self) -> None:
-        """After the last answer: give the client time to read it, and to show by a reset that it did not."""
+    async def _linger(self, *, is_read: bool) -> None:
+        """After the last answer: give the client time to read it, and to show by a reset that it did not. `is_read`: it has nothing
+        more to send, so that a close is no reset."""
         transport = self.transport
         if transport is None or transport.is_closing() or self._ended:
             return
         if not self._handed:
-            if self._payload_is_read():
+            if is_read:
                 return
             with contextlib.suppress(OSError, NotImplementedError):
                 transport.write_eof()
@@ -378,9 +380,6 @@ class Connection(BaseProtocol):
                 await self._gone
         except TimeoutError:
             self._handed.arrived()
-
-    def _payload_is_read(self) -> bool:
-        return not self._error_queued and self._message is None and self._payload.is_eof()
 
     def _judge(self) -> None:
         """Some time after the end of file on a connection that was handed jobs."""

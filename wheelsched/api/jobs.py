@@ -75,6 +75,7 @@ async def create_batch(api: Api, request: Request) -> Response:
         raise InvalidRequest("the header Idempotency-Key does not apply to a batch; give each job its own idempotency_key")
     bodies.check_utf8(request.body)
     batch = bodies.decode_part(_decode_batch, request.body, _BATCH_OPAQUE)
+    schemas.check_item_count(batch.jobs, "jobs")
     faults: list[Fault] = []
     spread_ms = 0 if isinstance(batch.spread_s, UnsetType) else schemas.ms_of(batch.spread_s, "spread_s", faults)
     if faults:

@@ -210,10 +210,7 @@ class _Story:
         if row.outcome == Outcome.RELEASED and row.after != Status.CANCELLED:
             self._attempt = row.attempt - 1
         if row.after == Status.RETRYING:
-            # Not recorded; the claim that follows, or the state, bounds it from above.
-            later = self._starts_after(index + 1)
-            is_now = self._record.state.status == Status.RETRYING and not later
-            self._due_ms = self._record.state.next_attempt_at_ms if is_now else later or row.at_ms
+            self._due_ms = row.next_attempt_at_ms
 
     def _is_last_redrive(self, index: int) -> bool:
         return self._rows[index].cause == "redrive" and not any(row.cause in ("redrive", "run") for row in self._rows[index + 1 :])
@@ -239,13 +236,6 @@ class _Story:
                 break
         self._attempt = attempt
         self._move(started_ms, self._seen, Status.RUNNING, actor=worker, detail="claim")
-
-    def _starts_after(self, index: int) -> int:
-        for row in self._rows[index:]:
-            if row.started_at_ms:
-                return row.started_at_ms
-        state = self._record.state
-        return state.started_at_ms if state.status in LEASED or state.status == Status.SUCCEEDED else 0
 
     def _end(self) -> None:
         """From the last row to the status of now."""

@@ -8,6 +8,7 @@ of those, but the document, the tests and a reader need them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -17,6 +18,7 @@ from wheelsched.api import times
 from wheelsched.api.bodies import shown
 from wheelsched.api.problem import Fault, invalid
 from wheelsched.core import limits
+from wheelsched.core.errors import PayloadTooLarge
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 _NAME: Final = re.compile(NAME_PATTERN.removesuffix("$") + r"\Z")
@@ -29,13 +31,13 @@ Name = Annotated[str, Meta(description="1 to 128 of A-Z a-z 0-9 . _ -, starting 
                            extra_json_schema={"pattern": NAME_PATTERN, "minLength": 1, "maxLength": limits.NAME_LENGTH_MAX})]  # fmt: skip
 Instant = Annotated[str, Meta(description="RFC 3339 with an offset or Z.", extra_json_schema={"format": "date-time"})]
 Json = Annotated[Raw, Meta(description="Any JSON value; given back byte for byte.")]
+_LabelValue = Annotated[str, Meta(extra_json_schema={"maxLength": limits.LABEL_VALUE_LENGTH_MAX})]
 Labels = Annotated[
-    dict[str, str],
+    dict[str, _LabelValue],
     Meta(description=f"Up to {limits.LABELS_MAX} string pairs; names of 1 to {limits.LABEL_KEY_LENGTH_MAX}, "
                      f"values of up to {limits.LABEL_VALUE_LENGTH_MAX} characters.",
          max_length=limits.LABELS_MAX,
-         extra_json_schema={"additionalProperties": {"type": "string", "maxLength": limits.LABEL_VALUE_LENGTH_MAX},
-                            "propertyNames": {"minLength": 1, "maxLength": limits.LABEL_KEY_LENGTH_MAX}}),
+         extra_json_schema={"propertyNames": {"minLength": 1, "maxLength": limits.LABEL_KEY_LENGTH_MAX}}),
 ]  # fmt: skip
 PriorityName = Literal["critical", "default", "bulk"]
 OutcomeName = Literal["succeeded", "retryable_failure", "fatal_failure", "cancelled"]
@@ -113,8 +115,8 @@ class JobBatch(Model, kw_only=True):
     # Items are decoded one by one: a bad one is its own problem. The document says what they are.
     jobs: Annotated[
         list[Raw],
-        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
-             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchJob"}}),
+        Meta(min_length=1,
+             extra_json_schema={"maxItems": limits.BATCH_ITEMS_MAX, "items": {"$ref": "#/components/schemas/BatchJob"}}),
     ]  # fmt: skip
     spread_s: SpreadS | UnsetType = UNSET
 
@@ -180,16 +182,16 @@ class BatchCompletion(Completion, kw_only=True):
 class HeartbeatBatch(Model, kw_only=True):
     heartbeats: Annotated[
         list[Raw],
-        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
-             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchHeartbeat"}}),
+        Meta(min_length=1,
+             extra_json_schema={"maxItems": limits.BATCH_ITEMS_MAX, "items": {"$ref": "#/components/schemas/BatchHeartbeat"}}),
     ]  # fmt: skip
 
 
 class CompletionBatch(Model, kw_only=True):
     completions: Annotated[
         list[Raw],
-        Meta(min_length=1, max_length=limits.BATCH_ITEMS_MAX,
-             extra_json_schema={"items": {"$ref": "#/components/schemas/BatchCompletion"}}),
+        Meta(min_length=1,
+             extra_json_schema={"maxItems": limits.BATCH_ITEMS_MAX, "items": {"$ref": "#/components/schemas/BatchCompletion"}}),
     ]  # fmt: skip
 
 
@@ -468,6 +470,13 @@ class Ready(Answer, kw_only=True):
 
 
 # --- checks that annotations do not make ----------------------------------------------------------------------------------------
+
+
+def check_item_count(items: Sequence[Raw], field: str) -> None:
+    """Raise where a batch holds too many: a limit of size, so a 413, as bytes are."""
+    if len(items) > limits.BATCH_ITEMS_MAX:
+        detail = f"{field} has {len(items)} items, above {limits.BATCH_ITEMS_MAX}; send several batches"
+        raise PayloadTooLarge(detail, errors=({"pointer": "/" + field, "detail": detail},))
 
 
 def check_name(name: str, pointer: str, what: str) -> None:

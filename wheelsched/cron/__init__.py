@@ -11,7 +11,7 @@ Promises. `never_back`: `next_after(t) > t`. `none_skipped`, `none_invented`: ex
 instant asked from. `same_everywhere`: an answer depends on the arguments and the version of the zone data alone, never on the
 machine's zone files. Bounded: a schedule that runs once in forty years costs less than a millisecond.
 
-Decided: our own instead of croniter, see `docs/decisions/cron-of-our-own.md`. A zone is two sorted tuples, when the offset
+Decided: our own instead of croniter, see `docs/decisions/0008-cron-of-our-own.md`. A zone is two sorted tuples, when the offset
 changes and to what, over one turn of the Gregorian calendar (400 years, a whole number of weeks); later instants are folded
 back by whole turns, so there is no last year.
 

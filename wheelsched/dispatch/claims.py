@@ -74,10 +74,6 @@ class Claims:
         """Hand out jobs from now on."""
         self._open = True
 
-    def close(self) -> None:
-        """Hand out no more."""
-        self._open = False
-
     async def claim(
         self, queues: Sequence[QueueMemory], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
     ) -> list[ClaimedJob]:
@@ -160,6 +156,12 @@ class Claims:
                 return
             waiter.leave()
             waiter.future.set_result((queue, taken))
+
+    def on_settings(self, queue: QueueMemory) -> None:
+        """The queue's settings changed: how long its old rate would have held it back says nothing any more."""
+        if (timer := self._rate_timers.pop(queue, None)) is not None:
+            timer.cancel()
+        self.serve(queue)
 
     def _arm_rate(self, queue: QueueMemory) -> None:
         """Where a rate holds the queue back, look again when it allows the next job."""

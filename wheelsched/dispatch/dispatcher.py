@@ -195,10 +195,12 @@ class Dispatcher:
                 self.leases.end(before.job_id)
         else:
             queue.reserved -= cause == "claim"
+            if before.start_deadline_ms >= 0:
+                self.leases.unwatch_start(before.job_id)
             if cause != "fire" and not self.loader.will_read(group, before):  # named by a Fire: its timer is out of the wheel
                 self._leave_waiting(group, before, queue, watermark_ms)
-        if after is None or after.status > _CANCEL_REQUESTED:
-            # Job and index rows went: the ranges' heads move on with them.
+        if after is None or after.status > _CANCEL_REQUESTED or before.fire_at_ms != after.fire_at_ms or before.lane != after.lane:
+            # Job and index rows went, to `done` or to another time: the ranges' heads move on with them.
             self._heads.note_deleted(keys.JOBS, self._lane_prefixes[before.lane][group])
             self._heads.note_deleted(keys.INDEX, queue.index_prefix(group))
 
@@ -242,7 +244,7 @@ class Dispatcher:
         queue = self.queues.ensure(tenant, name)
         if row is not None:
             queue.set_settings(decode_queue(row))
-        self.claims.serve(queue)
+        self.claims.on_settings(queue)
 
     def _ready(self, lane: int, records: bytes) -> None:
         """QUEUED jobs, packed: into their ready queues, and to whoever waits for them."""
@@ -284,7 +286,7 @@ class Dispatcher:
     async def _refill_once(self) -> bool:
         """A slice for each ready queue that runs low; False where none does."""
         busy = False
-        for queue in list(self.queues):
+        for queue in self.queues.spilled():
             for lane, priority, ready in list(queue.spilled()):
                 self._refill_slice(queue, lane, priority, ready)
                 busy = True
@@ -307,7 +309,7 @@ class Dispatcher:
             return
         late_ms = max(state.started_at_ms - state.fire_at_ms, 0)
         self._metrics.lateness.observe(state.lane, late_ms / 1000)
-        queue.lateness.append((state.started_at_ms, late_ms))
+        queue.note_lateness(state.started_at_ms, late_ms)
 
     def _count(self, change: JobChanged, queue: QueueMemory) -> None:
         before, after = change.before, change.after

@@ -20,6 +20,8 @@ from wheelsched.model.states import Outcome, Status
 STALL_MS = 250
 EXPIRIES_MAX = 500
 IDLE_MS = 1_000
+# Outdated entries that a heap may hold, besides as many as there are good ones, before it is made anew: a few ms to drop at once.
+OUTDATED_MAX = 4_096
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class Lease:
     cancel_requested: bool
     progress: bytes = b""
     ending: bool = False  # an Expire is on its way: heartbeats are refused from here on
+    look_at_ms: int = -1  # its entry in the heap; entries of other times are outdated
 
     def ends_at_ms(self) -> int:
         return min(self.deadline_ms, self.timeout_at_ms)
@@ -51,7 +54,8 @@ class Leases:
         self._propose = propose
         self._leases: dict[bytes, Lease] = {}
         self._heap: list[tuple[int, bytes, int]] = []  # (mono ms, job id, fencing), possibly outdated
-        self._starts: list[tuple[int, bytes]] = []  # (wall ms, job id): start deadlines
+        self._unstarted: dict[bytes, int] = {}  # start deadlines (wall ms) of jobs that wait
+        self._starts: list[tuple[int, bytes]] = []  # heap of (wall ms, job id), possibly outdated
         self.waking = Waking(clock)
 
     def __len__(self) -> int:
@@ -76,7 +80,13 @@ class Leases:
         self._push(lease)
 
     def end(self, job_id: bytes) -> Lease | None:
-        return self._leases.pop(job_id, None)
+        lease = self._leases.pop(job_id, None)
+        # Entries of ended attempts go when they come to the heap's head. Behind one long lease they would pile up until it is over:
+        # 1,000 jobs a second under leases of an hour were 3.6 million.
+        if len(self._heap) > 2 * len(self._leases) + OUTDATED_MAX:
+            self._heap = [(each.look_at_ms, each.job_id, each.fencing) for each in self._leases.values() if not each.ending]
+            heapq.heapify(self._heap)
+        return lease
 
     def heartbeat(self, lease: Lease, lease_ms: int, progress: bytes | None) -> int:
         """Let a live lease run for `lease_ms` from now; returns its wall-clock deadline. The heap entry is left, to be looked at again
@@ -90,37 +100,60 @@ class Leases:
         return self._clock.wall_ms() + lease_ms
 
     def _push(self, lease: Lease) -> None:
-        entry = (lease.ends_at_ms(), lease.job_id, lease.fencing)
+        lease.look_at_ms = lease.ends_at_ms()
+        entry = (lease.look_at_ms, lease.job_id, lease.fencing)
         heapq.heappush(self._heap, entry)
         if self._heap[0] is entry:
             self.waking.wake()
 
+    def _next_ms(self) -> int | None:
+        """The first entry that is not outdated; those before it are dropped, else each job that ended would wake the loop."""
+        while self._heap:
+            at_ms, job_id, fencing = self._heap[0]
+            lease = self._leases.get(job_id)
+            if lease is not None and lease.fencing == fencing and lease.look_at_ms == at_ms and not lease.ending:
+                return at_ms
+            heapq.heappop(self._heap)
+        return None
+
     def watch_start(self, job_id: bytes, deadline_at_ms: int) -> None:
-        """Skip the job if no attempt has started by then (wall ms); harmless for one that has."""
+        """Skip the job if no attempt has started by then (wall ms)."""
+        self._unstarted[job_id] = deadline_at_ms
         heapq.heappush(self._starts, (deadline_at_ms, job_id))
         if self._starts[0][1] is job_id:
             self.waking.wake()
 
+    def unwatch_start(self, job_id: bytes) -> None:
+        """The job waits no more, or not for the same time: its deadline binds no longer."""
+        if self._unstarted.pop(job_id, None) is not None and len(self._starts) > 2 * len(self._unstarted) + OUTDATED_MAX:
+            self._starts = [(at_ms, each) for each, at_ms in self._unstarted.items()]
+            heapq.heapify(self._starts)
+
+    def _next_start_ms(self) -> int | None:
+        """The first start deadline that still binds; those before it are dropped."""
+        while self._starts and self._unstarted.get(self._starts[0][1]) != self._starts[0][0]:
+            heapq.heappop(self._starts)
+        return self._starts[0][0] if self._starts else None
+
     def clear_starts(self) -> None:
+        self._unstarted.clear()
         self._starts.clear()
 
     def next_wall_ms(self) -> int | None:
         """When something here is due, as wall time: for the virtual clock."""
         now_wall, now_mono = self._clock.wall_ms(), self._clock.mono_ms()
-        nexts = [now_wall + max(self._heap[0][0] - now_mono, 0)] if self._heap else []
-        if self._starts:
-            nexts.append(self._starts[0][0] + 1)
+        next_ms = self._next_ms()
+        nexts = [] if next_ms is None else [now_wall + max(next_ms - now_mono, 0)]
+        if (start_ms := self._next_start_ms()) is not None:
+            nexts.append(start_ms + 1)
         return min(nexts, default=None)
 
     def turn(self) -> int:
         """Propose the end of what is over, at most `EXPIRIES_MAX`; returns how many were."""
         now_ms = self._clock.mono_ms()
         count = 0
-        while self._heap and self._heap[0][0] <= now_ms and count < EXPIRIES_MAX:
-            _, job_id, fencing = heapq.heappop(self._heap)
-            lease = self._leases.get(job_id)
-            if lease is None or lease.fencing != fencing or lease.ending:
-                continue
+        while (next_ms := self._next_ms()) is not None and next_ms <= now_ms and count < EXPIRIES_MAX:
+            lease = self._leases[heapq.heappop(self._heap)[1]]
             if lease.ends_at_ms() > now_ms:
                 self._push(lease)  # heartbeats moved it
                 continue
@@ -139,8 +172,9 @@ class Leases:
         now_wall = self._clock.wall_ms()
         count = 0
         # The deadline itself still allows a start; apply decides with its own stamp.
-        while self._starts and self._starts[0][0] < now_wall and count < EXPIRIES_MAX:
+        while (start_ms := self._next_start_ms()) is not None and start_ms < now_wall and count < EXPIRIES_MAX:
             _, job_id = heapq.heappop(self._starts)
+            del self._unstarted[job_id]
             self._propose(job_id, Expire(job_id, 0, 0, int(Outcome.NONE), 0))
             count += 1
         return count
@@ -148,10 +182,10 @@ class Leases:
     async def run(self) -> None:
         while True:
             planned = self._clock.mono_ms() + IDLE_MS
-            if self._heap:
-                planned = min(planned, self._heap[0][0])
-            if self._starts:
-                planned = min(planned, self._clock.mono_ms() + max(self._starts[0][0] + 1 - self._clock.wall_ms(), 0))
+            if (next_ms := self._next_ms()) is not None:
+                planned = min(planned, next_ms)
+            if (start_ms := self._next_start_ms()) is not None:
+                planned = min(planned, self._clock.mono_ms() + max(start_ms + 1 - self._clock.wall_ms(), 0))
             await self.waking.wait_until(planned)
             if self._clock.mono_ms() - planned > STALL_MS:
                 await self.waking.breathe()

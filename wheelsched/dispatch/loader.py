@@ -56,7 +56,6 @@ class Loader:
         self._behind: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `rebuild_lane`
         self._ahead: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `load_ahead`
         self.waking = Waking(clock)
-        self.loaded_count = 0
 
     def start_again(self) -> None:
         """Memory is empty: all rows are to be read, those at or under the watermarks by `rebuild_lane`, the others by `load_ahead`."""
@@ -134,7 +133,6 @@ class Loader:
                 spec = decode_spec(split_job(row)[0])
                 self._leases.watch_start(job_id, fire_at_ms + spec.start_deadline_ms)
             packed.append(TIMER.pack(fire_at_ms, id_low(job_id), header.version, timer_word(queue.number, header.priority, KIND_JOB)))
-        self.loaded_count += len(packed)
         self._timers.add_records(group, lane, b"".join(packed))
 
     def _state(self, group: int, job_id: bytes) -> JobState | None:

@@ -19,18 +19,20 @@ PRIORITY_COUNT = 3
 CELL_COUNT = 30  # statuses x priorities, as in QueueCounts
 RECORD_BYTES = 24
 LATENESS_WINDOW_MS = 300_000
-_LATENESS_SAMPLES_MAX = 4_096
+# Some 120 bytes each, and queues come in thousands: 4,096 would be half a megabyte of each. The p99 stands on ten of these.
+_LATENESS_SAMPLES_MAX = 1_024
 
 
 class QueueMemory:
     """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
 
     __slots__ = (
-        "_clock", "_index_prefixes", "_ready", "_ready_max", "_shares", "_tokens", "_tokens_at_ms", "cells", "lateness", "name", "number",
-        "queued", "reserved", "retrying", "settings", "tenant", "waiters",
+        "_clock", "_index_prefixes", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "cells", "lateness",
+        "name", "number", "queued", "reserved", "retrying", "settings", "tenant", "waiters",
     )  # fmt: skip
 
-    def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int) -> None:
+    def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int, spilling: dict[QueueMemory, None]) -> None:
+        """`spilling`: where a queue puts itself down when a ready queue of it spills."""
         self.tenant = tenant
         self.name = name
         self.number = number
@@ -45,6 +47,7 @@ class QueueMemory:
         self.lateness: deque[tuple[int, int]] = deque(maxlen=_LATENESS_SAMPLES_MAX)  # (started, lateness) ms
         self._ready: list[ReadyQueue | None] = [None] * (2 * PRIORITY_COUNT)
         self._ready_max = ready_max
+        self._spilling = spilling
         self._shares = PriorityShares(self.settings.weights)
         self._index_prefixes: dict[int, bytes] = {}
         self._clock = clock
@@ -154,7 +157,9 @@ class QueueMemory:
         """Records taken and not claimed go back where they were."""
         count = len(records) // RECORD_BYTES
         self.reserved -= count
-        self.ready_queue(lane, priority).put_back(records)
+        queue = self.ready_queue(lane, priority)
+        queue.put_back(records)
+        self._note_spill(queue)
         if self.settings.rate_per_s >= 0:
             self._tokens += count
 
@@ -167,7 +172,18 @@ class QueueMemory:
     def make_ready(self, lane: int, priority: int, records: bytes) -> None:
         """Take records of jobs that have become QUEUED."""
         self.queued[priority] += len(records) // RECORD_BYTES
-        self.ready_queue(lane, priority).push_batch(records)
+        queue = self.ready_queue(lane, priority)
+        queue.push_batch(records)
+        self._note_spill(queue)
+
+    def _note_spill(self, queue: ReadyQueue) -> None:
+        if queue.spilled_from is not None:
+            self._spilling[self] = None
+
+    @property
+    def is_spilled(self) -> bool:
+        """Some of its QUEUED jobs are on disk alone."""
+        return any(queue is not None and queue.spilled_from is not None for queue in self._ready)
 
     def spilled(self) -> Iterator[tuple[int, int, ReadyQueue]]:
         """Ready queues that are running low and have the rest of their jobs on disk alone."""
@@ -180,6 +196,7 @@ class QueueMemory:
         queue = self.ready_queue(lane, priority)
         queue.set_spilled_from(mark)
         queue.push_batch(records)
+        self._note_spill(queue)
 
     def oldest_ready_at_ms(self) -> int | None:
         """`fire_at` of the oldest record at hand."""
@@ -187,10 +204,13 @@ class QueueMemory:
         return min(heads) if heads else None
 
     def note_lateness(self, started_at_ms: int, lateness_ms: int) -> None:
-        self.lateness.append((started_at_ms, lateness_ms))
+        samples = self.lateness
+        while samples and samples[0][0] < started_at_ms - LATENESS_WINDOW_MS:
+            samples.popleft()
+        samples.append((started_at_ms, lateness_ms))
 
     def lateness_quantiles_s(self, now_ms: int) -> tuple[float, float] | None:
-        """(p50, p99) seconds over the last five minutes (at most the latest 4,096 starts)."""
+        """(p50, p99) seconds over the last five minutes (at most the latest 1,024 starts)."""
         recent = sorted(late for started, late in self.lateness if started >= now_ms - LATENESS_WINDOW_MS)
         if not recent:
             return None
@@ -205,6 +225,8 @@ class Queues:
         self._ready_max = ready_max
         self._by_name: dict[tuple[str, str], QueueMemory] = {}
         self._by_number: list[QueueMemory] = []
+        # Those with jobs on disk alone, and maybe some that had: whoever refills looks at these, for all of them may be 100,000.
+        self._spilling: dict[QueueMemory, None] = {}
 
     def get(self, tenant: str, name: str) -> QueueMemory | None:
         return self._by_name.get((tenant, name))
@@ -212,13 +234,19 @@ class Queues:
     def ensure(self, tenant: str, name: str) -> QueueMemory:
         queue = self._by_name.get((tenant, name))
         if queue is None:
-            queue = QueueMemory(tenant, name, len(self._by_number), self._clock, self._ready_max)
+            queue = QueueMemory(tenant, name, len(self._by_number), self._clock, self._ready_max, self._spilling)
             self._by_name[(tenant, name)] = queue
             self._by_number.append(queue)
         return queue
 
     def by_number(self, number: int) -> QueueMemory:
         return self._by_number[number]
+
+    def spilled(self) -> list[QueueMemory]:
+        """Queues with QUEUED jobs on disk alone. O(of them)."""
+        for queue in [queue for queue in self._spilling if not queue.is_spilled]:
+            del self._spilling[queue]
+        return list(self._spilling)
 
     def __iter__(self) -> Iterator[QueueMemory]:
         return iter(self._by_number)

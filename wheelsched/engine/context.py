@@ -135,7 +135,9 @@ class Context:
         """Write how the attempt of `before` ended."""
         row = AttemptRow(
             self.time_ms, cause, before.status, int(seen), before.attempt, outcome, before.worker, before.started_at_ms,
-            before.lease_expires_at_ms, before.fencing, error, "", detail,
+            # When it was granted, the lease was to end then; heartbeats moved that in memory, up to the end told here.
+            self.time_ms if outcome == Outcome.LEASE_EXPIRED else before.lease_expires_at_ms,
+            before.fencing, error, "", detail, after.next_attempt_at_ms,
         )  # fmt: skip
         self.txn.put(keys.ATTEMPTS, keys.attempt_key(self.group, before.job_id, after.version), encode_row(row))
 
@@ -168,6 +170,6 @@ def not_found(job_id: bytes) -> Reply:
 
 def finished(state: JobState, verb: str) -> Reply:
     """The refusal of a command that the job's status rules out."""
-    why = "has finished" if is_final(state) else "is not dead"
+    why = "has finished" if is_final(state) else "is being cancelled" if state.status == CANCEL_REQUESTED else "is not dead"
     detail = f"{format_job_id(state.job_id)} {why} ({Status(state.status).name}): it cannot be {verb}"
     return Reply("job-finished", detail, state)

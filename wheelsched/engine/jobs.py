@@ -196,8 +196,8 @@ def run_now(context: Context, command: RunNow) -> Reply:
     before = context.find(command.job_id, command.tenant)
     if before is None:
         return not_found(command.job_id)
-    if is_final(before):
-        return finished(before, "run")
+    if is_final(before) or before.status == CANCEL_REQUESTED:
+        return finished(before, "run now")
     if context.seen(before) not in (Status.SCHEDULED, Status.RETRYING):
         return Reply(state=before, replayed=True)
     changes = {"version": before.version + 1, "updated_at_ms": context.time_ms, "held": False}

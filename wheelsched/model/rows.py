@@ -19,7 +19,7 @@ FORMAT: Final = b"\x01"
 
 # Timer record: at_ms, the id's random half, version, word (wheelsched.wheel and wheelsched.fairness carry it opaquely).
 TIMER: Final = struct.Struct("<qQII")
-# Kinds of timer, in the low three bits of the word: fired by the watermark; fired by name; a retry; an attempt's lease.
+# Kinds of timer, in the low three bits of the word: fired by the watermark; fired by name; a retry.
 KIND_JOB, KIND_HELD, KIND_RETRY = 0, 1, 2
 
 
@@ -96,6 +96,7 @@ class AttemptRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
     error: bytes = b""  # JSON
     actor: str = ""
     detail: str = ""
+    next_attempt_at_ms: int = 0  # of a retry
 
 
 class DoneRow(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -54,7 +54,6 @@ class Outcome(IntEnum):
     RELEASED = 8
 
 
-WAITING: Final = frozenset({Status.SCHEDULED, Status.QUEUED, Status.RETRYING})
 LEASED: Final = frozenset({Status.RUNNING, Status.CANCEL_REQUESTED})
 FINAL: Final = frozenset({Status.SUCCEEDED, Status.DEAD, Status.CANCELLED, Status.SKIPPED})
 

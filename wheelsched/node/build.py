@@ -19,9 +19,6 @@ from wheelsched.store.directory import Identity
 from wheelsched.store.memory import MemoryStore
 from wheelsched.store.rocks import RocksStore
 
-# The virtual clock jumps from event to event; a longer horizon saves it steps on the way.
-VIRTUAL_HORIZON_S = 86_400.0
-
 
 async def open_node(
     settings: Settings, *, store: Store | None = None, clock: Clock | None = None, rng: Rng | None = None

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 from wheelsched.model import keys
-from wheelsched.model.rows import DoneRow, JobState, decode_done, decode_spec, decode_state, split_job
+from wheelsched.model.rows import DoneRow, JobState, decode_done, decode_state
 from wheelsched.model.states import FINAL, Status
 from wheelsched.node.face import JobFilter, JobPage, JobRecord
 from wheelsched.store import Store
@@ -52,17 +52,17 @@ class _Source:
 
 
 class Listing:
-    """Reads pages for one node; `watermark_ms(group)`, `read(state)` come from the node."""
+    """Reads pages for one node, which completes the records of unfinished and finished jobs."""
 
     def __init__(
-        self, store: Store, heads: RangeHeads, group_count: int, watermark_ms: Callable[[int], int],
-        complete: Callable[[JobState], JobRecord | None],
+        self, store: Store, heads: RangeHeads, group_count: int,
+        complete: Callable[[JobState], JobRecord | None], finished: Callable[[DoneRow], JobRecord],
     ) -> None:  # fmt: skip
         self._store = store
         self._heads = heads
         self._group_count = group_count
-        self._watermark_ms = watermark_ms
         self._complete = complete
+        self._finished = finished
 
     async def page(self, wanted: JobFilter, queues: Sequence[str], *, cursor: bytes | None, limit: int) -> JobPage:
         """The next `limit` matching jobs after `cursor`. Yields to the loop while it reads."""
@@ -109,7 +109,7 @@ class Listing:
 
     def _record(self, source: _Source, position: bytes, row: bytes) -> JobRecord | None:
         if source.is_done:
-            return finished_record(decode_done(row))
+            return self._finished(decode_done(row))
         _, job_id = keys.parse_time_id(position)
         state_row = self._store.get(keys.STATE, keys.state_key(source.group, job_id))
         if state_row is None:
@@ -123,10 +123,3 @@ class Listing:
             return False
         labels = record.spec.labels
         return all(labels.get(key) == value for key, value in wanted.labels)
-
-
-def finished_record(done: DoneRow) -> JobRecord:
-    spec, payload = split_job(done.job)
-    return JobRecord(done.state, Status(done.state.status), decode_spec(spec), payload, done.error, done.result)
-
-

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from wheelsched import __version__
 from wheelsched.core.clock import Clock, Rng
@@ -23,6 +24,7 @@ from wheelsched.model.commands import AnyCommand, Complete, Create, Extend, Paus
 from wheelsched.model.effects import Effect
 from wheelsched.model.rows import (
     AttemptRow,
+    DoneRow,
     JobState,
     QueueSettings,
     decode_attempt,
@@ -34,7 +36,7 @@ from wheelsched.model.rows import (
 )  # fmt: skip
 from wheelsched.model.states import FINAL, LEASED, Status, status_of
 from wheelsched.node.face import ClaimedJob, HeartbeatReply, JobFilter, JobPage, JobRecord, QueueView, Readiness
-from wheelsched.node.listing import Listing, finished_record
+from wheelsched.node.listing import Listing
 from wheelsched.replica import Replicas
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.runtime.lag import LoopLag
@@ -75,7 +77,7 @@ class Node:
         self.dispatcher = Dispatcher(
             store, self._heads, self._replicas, clock, rng, settings.scheduler, metrics, group_count=self._group_count
         )
-        self._listing = Listing(store, self._heads, self._group_count, self._replicas.watermark_ms, self._complete_record)
+        self._listing = Listing(store, self._heads, self._group_count, self._complete_record, self._finished_record)
         self._lag = LoopLag()
         self._recorded_queues: set[tuple[str, str]] = set()
         self._started = False
@@ -209,7 +211,7 @@ class Node:
             if row is None:
                 invariant(False, "never_lost", job_id=format_job_id(state.job_id), family=keys.DONE)
             assert row is not None
-            return finished_record(decode_done(row))
+            return self._finished_record(decode_done(row))
         if state.status == Status.DISCARDED:
             return None
         row = self._store.get(keys.JOBS, keys.job_key(group, state.lane, state.fire_at_ms, state.job_id))
@@ -221,6 +223,15 @@ class Node:
         progress = lease.progress if lease is not None and state.status in LEASED else b""
         status = status_of(state, self._replicas.watermark_ms(group))
         return JobRecord(state, status, decode_spec(spec), payload, self._last_error(group, state), b"", progress)
+
+    def _finished_record(self, done: DoneRow) -> JobRecord:
+        state = done.state
+        spec, payload = split_job(done.job)
+        error = done.error
+        if not error and state.status in (Status.DEAD, Status.CANCELLED):
+            # The last attempt told none, or none was under way: what is known is what failed before.
+            error = self._last_error(group_of(state.job_id, self._group_count), state)
+        return JobRecord(state, Status(state.status), decode_spec(spec), payload, error, done.result)
 
     def _last_error(self, group: int, state: JobState) -> bytes:
         """Of the last attempt that failed."""
@@ -236,6 +247,11 @@ class Node:
         record = await self.read_job(tenant, job_id)
         if record is None:
             return None
+        lease = self.dispatcher.leases.get(job_id)
+        if lease is not None and record.state.status in LEASED:
+            # Heartbeats moved it in memory only.
+            expires_at_ms = self.clock.wall_ms() + lease.deadline_ms - self.clock.mono_ms()
+            record = replace(record, state=replace(record.state, lease_expires_at_ms=expires_at_ms))
         prefix = keys.state_key(group_of(job_id, self._group_count), job_id)
         rows = self._store.scan(keys.ATTEMPTS, prefix, keys.prefix_end(prefix), 10_000)
         return record, [(keys.attempt_version(key), decode_attempt(row)) for key, row in rows]

@@ -137,7 +137,12 @@ class Replicas:
             raise Unavailable("too many changes wait for the disk; try again in a second", retry_after_s=1)
 
     def _queue(self, group: int, proposal: Proposal) -> None:
-        self._replicas[group].inbox.append(proposal)
+        inbox = self._replicas[group].inbox
+        if type(proposal.command) is Fire:
+            # All groups wait for the slowest Fire of a sweep: one behind 10,000 commands of a flooded group came 78 turns late.
+            inbox.appendleft(proposal)
+        else:
+            inbox.append(proposal)
         self._inbox_count += 1
         if group not in self._busy:
             self._busy.add(group)
@@ -186,7 +191,9 @@ class Replicas:
         self._wake.set()
 
     def abort(self) -> None:
-        """Tell everybody who still waits that the outcome is unknown: of what is in the log and not applied as of the inboxes."""
+        """Take nothing more, and tell everybody who still waits that the outcome is unknown: of what is in the log and not applied as
+        of the inboxes."""
+        self._stopping = True
         waiting = [item.proposals for item in self._under_way] + [replica.inbox for replica in self._replicas.values()]
         for proposals in waiting:
             for proposal in proposals:

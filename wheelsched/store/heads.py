@@ -9,6 +9,7 @@ process, which knows no bound: a restart flushes memtables, and in files the ran
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from wheelsched.model.keys import prefix_end
@@ -16,6 +17,8 @@ from wheelsched.store import Store
 
 TRIM_DELETIONS = 10_000
 PREFIXES_MAX = 65_536
+# Heads passed over, one after the other, when room is made for another.
+_SECOND_CHANCES = 16
 
 
 @dataclass(slots=True)
@@ -34,7 +37,8 @@ class RangeHeads:
     def __init__(self, store: Store, *, trim_deletions: int = TRIM_DELETIONS, prefixes_max: int = PREFIXES_MAX) -> None:
         self._store = store
         self._trim_deletions, self._prefixes_max = trim_deletions, prefixes_max
-        self._heads: dict[tuple[str, bytes], _Head] = {}
+        # A dict that loses its first entry again and again is searched from its old beginning; this one is not.
+        self._heads: OrderedDict[tuple[str, bytes], _Head] = OrderedDict()
         self._due: dict[tuple[str, bytes], None] = {}  # in the order they came due
 
     def lower_bound(self, family: str, prefix: bytes) -> bytes:
@@ -65,7 +69,8 @@ class RangeHeads:
         for place in list(self._due)[:prefixes_max]:
             del self._due[place]
             family, prefix = place
-            head = self._heads[place] = self._heads.pop(place)  # to the end: the busy ones are forgotten last
+            self._heads.move_to_end(place)  # the busy ones are forgotten last
+            head = self._heads[place]
             head.deleted = 0
             end = prefix_end(prefix)
             rows = self._store.scan(family, head.lower, end, 1)
@@ -84,8 +89,16 @@ class RangeHeads:
             self._due.pop(place, None)
 
     def _make_room(self) -> None:
-        """Forget the prefix not trimmed for longest: its scans start at the prefix again, which is slower and as right."""
-        if len(self._heads) >= self._prefixes_max:
-            oldest = next(iter(self._heads))
-            del self._heads[oldest]
-            self._due.pop(oldest, None)
+        """Forget the prefix not trimmed for longest: its scans start at the prefix again, which is slower and as right.
+
+        One on its way to be trimmed gets another chance: where queues come by the thousand, their heads would else push out those of
+        `jobs`, few and each with the ends of thousands of queues, before these ever come due."""
+        if len(self._heads) < self._prefixes_max:
+            return
+        for _ in range(_SECOND_CHANCES):
+            place = next(iter(self._heads))
+            if self._heads[place].deleted * 100 < self._trim_deletions:
+                break
+            self._heads.move_to_end(place)
+        oldest, _ = self._heads.popitem(last=False)
+        self._due.pop(oldest, None)

@@ -206,7 +206,7 @@ class RocksStore:
         return self._disk.must_stop
 
     def check_disk(self) -> None:
-        """Look at the free space: a statvfs, every tenth time also the sizes of the files. Called once a second by the node."""
+        """Look at the free space: a statvfs, every tenth time also the sizes of the files. The node calls it four times a second."""
         self._disk.check()
 
     def statistics(self) -> StoreStatistics:
@@ -357,8 +357,9 @@ def _database_options(settings: StoreSettings, buffers: Any, *, create: bool) ->
     options.set_wal_recovery_mode(rocksdict.DBRecoveryMode.point_in_time())
     options.set_paranoid_checks(True)
     options.set_write_buffer_manager(buffers)
-    # Families that are written seldom would keep old WAL files alive for ever, and a restart reads all of them.
-    options.set_max_total_wal_size(2 * settings.write_buffer_mib * MIB)
+    # Families that are written seldom would keep old WAL files alive for ever, and a start after a crash reads all of them: about a
+    # second for 128 MiB, and precise jobs wait for it.
+    options.set_max_total_wal_size(settings.write_buffer_mib * MIB)
     options.set_max_background_jobs(2)
     options.set_bytes_per_sync(MIB)  # written back bit by bit, instead of one burst that our fsync has to wait behind
     options.set_allow_concurrent_memtable_write(False)  # one thread writes: 6 % cheaper

@@ -52,6 +52,7 @@ class ModelJob:
     state: JobState
     wall_max_ms: int  # the latest the wall clock has read since the job began to wait for its due time
     lease_end_ms: int = 0  # monotonic
+    claim_ms: int = 0  # what a heartbeat gets that names no length
     timeout_ms: int = 0  # monotonic
     gone: bool = False
 
@@ -179,6 +180,7 @@ class Simulation:
         self.learn(state)
         mono_ms = self.node.clock.mono_ms() - (self.node.now_ms - stamp_ms)
         job.lease_end_ms, job.timeout_ms = mono_ms + state.lease_ms, mono_ms + state.timeout_ms
+        job.claim_ms = state.lease_ms
         self.queues[state.queue].starts.append(mono_ms)
         self.held.append(claimed)
 
@@ -341,7 +343,7 @@ class Simulation:
     async def run_now(self) -> None:
         job = self._pick(lambda job: job.state.status not in FINAL)
         if job is not None:
-            await self._change(job, self.node.run_now, ("job-finished",) if job.expected() in FINAL else ())
+            await self._change(job, self.node.run_now, ("job-finished",) if job.expected() in FINAL | {Status.CANCEL_REQUESTED} else ())
 
     async def redrive(self) -> None:
         job = self._pick(lambda job: job.state.status == Status.DEAD)
@@ -414,9 +416,11 @@ class Simulation:
             return
         assert current, "a stale token got a heartbeat"
         assert reply.cancel_requested == (job.state.status == Status.CANCEL_REQUESTED)
+        given_ms = job.claim_ms if lease_s is None else round(lease_s * 1000)
+        job.lease_end_ms = self.node.clock.mono_ms() + given_ms
+        on_record_ms = max(job.state.lease_ms, given_ms)
         self.learn((await self.node.get(claimed)).state)
-        job.lease_end_ms = self.node.clock.mono_ms() + job.state.lease_ms
-        assert lease_s is None or job.state.lease_ms == round(lease_s * 1000)
+        assert job.state.lease_ms == on_record_ms, "the log knows the longest length given, and no heartbeat of another"
 
     async def release(self) -> None:
         if not self.held:
@@ -470,7 +474,7 @@ class Simulation:
         for job in self.jobs.values():
             if job.leased and not job.gone:
                 state = job.state
-                job.lease_end_ms = mono_ms + state.lease_ms
+                job.lease_end_ms, job.claim_ms = mono_ms + state.lease_ms, state.lease_ms
                 job.timeout_ms = mono_ms + max(state.timeout_ms - max(wall_ms - state.started_at_ms, 0), 0)
         for queue in self.queues.values():
             queue.rate_since_ms, queue.starts = mono_ms, []
