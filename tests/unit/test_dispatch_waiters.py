@@ -226,7 +226,8 @@ async def test_a_rate_is_kept_and_gone_jobs_do_not_use_it_up(node: TestNode) -> 
 
 async def test_a_rate_below_one_a_second_lets_single_jobs_through(node: TestNode) -> None:
     await node.put_queue(rate_per_s=0.5)
-    await node.create_many([{}] * 3)
+    await node.create_many([{}] * 4)
+    assert len(await node.claim(jobs_max=4)) == 1, "a bucket that nobody drew from holds one job"
     for _ in range(3):
         await node.advance(ms=1_999)
         assert await node.claim() == []

@@ -47,6 +47,11 @@ def group_of(job_id: bytes, group_count: int) -> int:
     return ((job_id[14] << 8 | job_id[15]) & (PARTITION_COUNT - 1)) * group_count // PARTITION_COUNT
 
 
+def group_of_low(id_low: int, group_count: int) -> int:
+    """The group, from the random half of an id alone: the partition lies in it."""
+    return (id_low & (PARTITION_COUNT - 1)) * group_count // PARTITION_COUNT
+
+
 def id_low(job_id: bytes) -> int:
     """The random half: with `fire_at` it leads to the job's row (model/keys.py), and it is what a timer record carries."""
     return int.from_bytes(job_id[8:], "big")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from wheelsched.core.errors import Unavailable
-from wheelsched.core.ids import PARTITION_COUNT, group_of
+from wheelsched.core.ids import group_of, group_of_low
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Claim, Release, Reply
@@ -247,7 +247,7 @@ class Claims:
             for position in range(0, len(records), TIMER.size):
                 record = records[position : position + TIMER.size]
                 fire_at_ms, low, version, _ = TIMER.unpack(record)
-                group = (low & (PARTITION_COUNT - 1)) * self._group_count // PARTITION_COUNT
+                group = group_of_low(low, self._group_count)
                 wanted.append((keys.job_seek(group, lane, fire_at_ms, low), version, lane, record))
         wanted.sort()
         cursor = self._store.cursor(keys.JOBS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock, Rng
-from wheelsched.core.ids import group_of, id_low
+from wheelsched.core.ids import group_of, group_of_low, id_low
 from wheelsched.core.settings import SchedulerSettings
 from wheelsched.dispatch.audit import Audit
 from wheelsched.dispatch.claims import Claims
@@ -38,6 +38,7 @@ _LEASE_EXPIRED = int(Outcome.LEASE_EXPIRED)
 
 # A refill reads this many index rows and their states: about 4 ms.
 REFILL_ROWS = 512
+STALE_HEADS_MAX = 100
 REFILL_INTERVAL_S = 0.02
 
 
@@ -333,6 +334,34 @@ class Dispatcher:
             ready_bytes=sum(queue.reserved_bytes for queue in ready), due_backlog=self.firing.pending_count,
             in_flight=len(self.leases), waiters=self.claims.waiter_count, audit_repairs=self._metrics.audit_repairs,
         )  # fmt: skip
+
+    def oldest_ready_at_ms(self, queue: QueueMemory) -> int | None:
+        """`fire_at` of the oldest QUEUED job in memory. Records that jobs left behind, in front of it, are dropped on the way."""
+        if not any(queue.queued):
+            return None
+        heads = []
+        for lane, priority, ready in queue.ready_queues():
+            for _ in range(STALE_HEADS_MAX):
+                head = ready.head()
+                if head is None:
+                    break
+                # Only where more records are at hand than jobs can some be stale.
+                if len(ready) <= queue.queued[priority] or self._is_ready(lane, head):
+                    heads.append(head[0])
+                    break
+                ready.take(1)
+        return min(heads, default=None)
+
+    def _is_ready(self, lane: int, head: tuple[int, int]) -> bool:
+        """Whether a job with this fire_at and random half is QUEUED."""
+        fire_at_ms, low = head
+        group = group_of_low(low, self._group_count)
+        seek = keys.job_seek(group, lane, fire_at_ms, low)
+        row = self._store.cursor(keys.JOBS).seek(seek)
+        if row is None or not row[0].startswith(seek):
+            return False
+        state_row = self._store.get(keys.STATE, keys.state_key(group, keys.parse_job_key(row[0])[3]))
+        return state_row is not None and status_of(decode_state(state_row), self._replicas.watermark_ms(group)) is _QUEUED
 
     def depth(self, queue: QueueMemory) -> dict[Status, tuple[int, int, int]]:
         """Jobs by seen status and priority. QUEUED is what the ready queues hold, the rest of the waiting ones is SCHEDULED."""

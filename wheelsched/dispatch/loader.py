@@ -23,6 +23,9 @@ from wheelsched.store import Rows, Store
 from wheelsched.store.heads import RangeHeads
 
 SLICE_ROWS = 500
+# Rows carry payloads: with large ones a slice is fewer rows, so that no turn reads much more than this.
+SLICE_BYTES = 2 * 1024 * 1024
+SLICE_ROWS_MIN = 8
 # Of the horizon, read at least this far ahead whatever the memory: less would make timers late.
 AHEAD_MS_MIN = 10_000
 # Above this many timers the loader reads less far ahead (24 bytes each).
@@ -55,6 +58,7 @@ class Loader:
         self._turn = asyncio.Lock()
         self._behind: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `rebuild_lane`
         self._ahead: dict[tuple[int, int], Range] = {}  # by (lane, group): left to `load_ahead`
+        self._slice_rows = SLICE_ROWS
         self.waking = Waking(clock)
 
     def start_again(self) -> None:
@@ -104,11 +108,15 @@ class Loader:
         left = ranges.get((lane, group))
         if left is None:
             return []
-        rows = self._store.scan(keys.JOBS, *left, SLICE_ROWS)
-        if len(rows) < SLICE_ROWS:
+        wanted = self._slice_rows
+        rows = self._store.scan(keys.JOBS, *left, wanted)
+        if len(rows) < wanted:
             del ranges[lane, group]
         else:
             ranges[lane, group] = (rows[-1][0] + b"\0", left[1])
+        if rows:
+            row_bytes = sum(len(row) for _, row in rows) // len(rows) + 1
+            self._slice_rows = max(SLICE_ROWS_MIN, min(SLICE_ROWS, SLICE_BYTES // row_bytes))
         return rows
 
     def _reach_ms(self) -> int:

@@ -65,7 +65,8 @@ class QueueMemory:
         if settings.weights != self.settings.weights:
             self._shares = PriorityShares(settings.weights)
         if settings.rate_per_s != self.settings.rate_per_s:
-            self._tokens, self._tokens_at_ms = 0.0, self._clock.mono_ms()
+            # Full, as a bucket that nobody drew from: the first second may take a second's worth.
+            self._tokens, self._tokens_at_ms = max(settings.rate_per_s, 1.0), self._clock.mono_ms()
         self.settings = settings
 
     @property
@@ -197,11 +198,6 @@ class QueueMemory:
         queue.set_spilled_from(mark)
         queue.push_batch(records)
         self._note_spill(queue)
-
-    def oldest_ready_at_ms(self) -> int | None:
-        """`fire_at` of the oldest record at hand."""
-        heads = [head[0] for queue in self._ready if queue is not None and (head := queue.head()) is not None]
-        return min(heads) if heads else None
 
     def note_lateness(self, started_at_ms: int, lateness_ms: int) -> None:
         samples = self.lateness

@@ -86,6 +86,10 @@ class Store(Protocol):
         """So little disk is left that the node should stop cleanly while it can."""
         ...
 
+    def sync_pending_ms(self) -> float:
+        """How long the fsync under way has been running; 0 if there is none."""
+        ...
+
     def check_disk(self) -> None:
         """Look at the free space again; cheap, to be called about once a second."""
         ...
