@@ -21,8 +21,8 @@ class PriorityShares:
     """Shares for critical, default and bulk.
 
     Smooth weighted round robin, as in nginx: for each claim every class with work is credited its weight, the one with the
-    most credit is served and pays the weights of all. It interleaves (no run of 70), a split of n equals n splits of 1, and
-    each span of 100 claims with work everywhere is exactly 70/25/5.
+    most credit is served and pays the weights of all. It interleaves (no run of 70), a split of n equals n splits of 1 (within two, where
+    a class runs out), and each span of 100 claims with work everywhere is exactly 70/25/5.
 
     Credit is earned while a class has work, and lost when it runs out; debt stays. So an idle class hoards nothing, and one
     that always shows a single job cannot shed its debt by running out after each. ValueError for a weight below 1.
