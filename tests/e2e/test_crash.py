@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -37,7 +38,7 @@ def test_a_kill_during_the_first_start_leaves_a_directory_that_starts(make_node:
         node = make_node(f"n{number}")
         for _ in range(3):
             node.spawn()
-            with pytest.raises(NodeFailed, match="did not listen"):
+            with contextlib.suppress(NodeFailed):  # a quick one is up already: then it is killed just after its start
                 node.wait_ready(rng.uniform(0, 0.15))
             node.kill()
         node.start()
