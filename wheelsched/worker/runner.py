@@ -161,7 +161,8 @@ class Runner:
             Kind.THREAD: Threads(),
             Kind.PROCESS: Processes(),
         }
-        self._backoff = Backoff(initial_s=0.2, cap_s=5.0)
+        # Low, for a node that is back has jobs waiting: the cap is how late their workers are.
+        self._backoff = Backoff(initial_s=0.2, cap_s=1.0)
         self._rng = Random()
         self._stopping: asyncio.Future[None] = self._loop.create_future()
         # From the claim to the last word on the report; read by the heartbeat thread.
