@@ -1,6 +1,6 @@
 """What a leader does with time and workers: timers into the wheel, due jobs into ready queues, ready jobs to waiters, leases.
 
-All of it is memory that can be thrown away: `rebuild.py` makes it again from the rows. `dispatcher.py` owns the parts and routes the
+All of it is memory that can be thrown away: `loader.py` makes it again from the rows. `dispatcher.py` owns the parts and routes the
 effects of applied commands to them; read it first. Then `timers.py` (what waits), `queues.py` (what is ready), `claims.py` (who gets
 it), `leases.py` (who holds it).
 

@@ -126,7 +126,7 @@ class QueueMemory:
 
     def take(self, jobs_max: int) -> list[tuple[int, bytes]]:
         """Reserve up to `jobs_max` ready records: (lane, packed records), precise before flexible, then by priority shares, then
-        by fire_at. The caller resolves each reservation with `resolve` or `put_back`."""
+        by fire_at. Each reservation ends with the effect of its claim, or by `put_back` or `drop_reserved`."""
         wanted = min(jobs_max, self.may_take())
         taken: list[tuple[int, bytes]] = []
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from wheelsched.core.invariants import invariant
+from wheelsched.core.limits import LEASE_MS_DEFAULT, RETENTION_MS_DEFAULT
 from wheelsched.model.states import Outcome, Status
 
 FORMAT: Final = b"\x01"
@@ -129,8 +130,8 @@ class QueueSettings(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     max_concurrency: int = -1
     rate_per_s: float = -1.0
-    lease_ms: int = 45_000
-    retention_ms: int = 30 * 86_400_000
+    lease_ms: int = LEASE_MS_DEFAULT
+    retention_ms: int = RETENTION_MS_DEFAULT
     weights: tuple[int, int, int] = (70, 25, 5)
     paused: bool = False
 

@@ -89,10 +89,6 @@ class Replicas:
         self.entry_count = 0
         self.on_commit_ms: Callable[[float], None] = lambda _ms: None
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        return tuple(self._replicas)
-
     def watermark_ms(self, group: int) -> int:
         return self._replicas[group].state.watermark_ms
 

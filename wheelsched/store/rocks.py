@@ -5,8 +5,8 @@ Costs (LIMITS.md 4 and 5): `write` 1.2 to 2 µs a row operation, **holding the G
 
 What rocksdict 0.3.29 does that one would not expect (tests/unit/test_store_rocksdict.py holds it to that):
 - `ReadOptions.set_iterate_lower_bound` sets the **upper** bound. Lower bounds are kept by seeking and comparing.
-- A range delete whose end lies below its start is refused only after it has reached the WAL, and then the database never opens
-  again (in the recovery mode used here). Ranges are checked before they get near a batch.
+- A range delete whose end lies below its start is refused only after it has reached the WAL, and recovery then stops at it as
+  at a damaged record: what was written behind it would be gone. Ranges are checked before they get near a batch.
 - `close()` leaves the database open, and locked, while an iterator or column family lives. `close` below drops them all.
 - `items()` has no way to tell a read error from the end; `RdictIter.status()` has. Only the latter is used.
 """
