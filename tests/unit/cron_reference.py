@@ -1,16 +1,20 @@
 """What an expression means, the slow and obvious way: every minute is looked at, with `zoneinfo` and `datetime` as the clock.
 
-Shares nothing with `wheelsched.cron` but the published rules. It takes correct expressions only and has no H.
+Shares nothing with `wheelsched.cron` but the published rules. It takes correct expressions only and has no H. At the end, what
+the tests draw at random: expressions, and zones that change their clock as none does.
 """
 
 from __future__ import annotations
 
 import calendar
 import importlib.resources
-from collections.abc import Iterator
+import io
+import struct
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from functools import cache
+from typing import Any
 from zoneinfo import ZoneInfo
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -109,18 +113,17 @@ class Reference:
 class Wall:
     """The clock of a zone over the UTC minutes [start, end), read once for many expressions."""
 
-    zone: str
+    tz: ZoneInfo
     start: int
     end: int
 
     def __post_init__(self) -> None:
-        tz = zone_info(self.zone)
-        self.readings = []
+        self.readings: list[int] = []
         self.first: dict[int, int] = {}
         self.jumped: dict[int, int] = {}
         offset, offset_minutes = None, 0
         for minute in range(self.start - MARGIN_MINUTES, self.end):
-            now_offset = datetime.fromtimestamp(minute * 60, tz).utcoffset()
+            now_offset = datetime.fromtimestamp(minute * 60, self.tz).utcoffset()
             if now_offset != offset:
                 assert now_offset is not None and now_offset % timedelta(minutes=1) == timedelta(0)
                 offset, offset_minutes = now_offset, now_offset // timedelta(minutes=1)
@@ -159,3 +162,72 @@ def instant_of(reading: datetime, zone: str) -> int:
         while instant.astimezone(tz).replace(tzinfo=None) < reading:
             instant += timedelta(minutes=1)
     return int((instant - EPOCH) // timedelta(minutes=1))
+
+
+def tzif(footer: str, changes: list[tuple[int, int]] | None = None) -> bytes:
+    """A zone file: UTC, then from each instant (seconds) an offset (seconds), then the rule."""
+    changes = changes or []
+    types = struct.pack(">iBB", 0, 0, 0) + b"".join(struct.pack(">iBB", offset_s, 0, 0) for _, offset_s in changes)
+    first = struct.pack(">4sc15x6I", b"TZif", b"2", 0, 0, 0, 0, 1, 4) + struct.pack(">iBB", 0, 0, 0) + b"UTC\0"
+    header = struct.pack(">4sc15x6I", b"TZif", b"2", 0, 0, 0, len(changes), len(changes) + 1, 4)
+    instants = b"".join(struct.pack(">q", at_s) for at_s, _ in changes) + bytes(range(1, len(changes) + 1))
+    return first + header + instants + types + b"UTC\0" + f"\n{footer}\n".encode()
+
+
+def zone_info_of(data: bytes) -> ZoneInfo:
+    return ZoneInfo.from_file(io.BytesIO(data))
+
+
+class Draw:
+    """Expressions that match something near a given moment of the wall clock more often than chance would have it."""
+
+    def __init__(self, choose: Callable[[list[Any]], Any], near: datetime) -> None:
+        self.choose = choose
+        self.near = near
+
+    def expression(self) -> str:
+        minute = self._field(0, 59, [0, 15, 30, 45, 59, self.near.minute])
+        hours = [(self.near.hour + shift) % 24 for shift in (-3, -2, -1, 0, 1, 2)]
+        hour = self._field(0, 23, [*hours, *hours, 0, 23])
+        day = self.choose(["*", "*", "*", "day", "rule", "day,rule"])
+        if day != "*":
+            day = ",".join(self._day(kind) for kind in day.split(","))
+        month = self.choose(["*", "*", "month"])
+        if month != "*":
+            month = self._field(1, 12, [self.near.month, self.near.month, self.near.month % 12 + 1])
+        weekday = self.choose(["*", "*", "*", "day", "rule", "day,rule"])
+        if weekday != "*":
+            weekday = ",".join(self._weekday(kind) for kind in weekday.split(","))
+        return f"{minute} {hour} {day} {month} {weekday}"
+
+    def _field(self, low: int, high: int, liked: list[int]) -> str:
+        return ",".join(self._item(low, high, liked) for _ in range(self.choose([1, 1, 1, 2, 3])))
+
+    def _item(self, low: int, high: int, liked: list[int]) -> str:
+        first, second = sorted((self.choose(liked), self.choose(list(range(low, high + 1)))))
+        step = self.choose([1, 2, 3, 5, 7, 15, 30, 99])
+        return str(
+            self.choose(
+                [
+                    "*",
+                    f"*/{step}",
+                    self.choose(liked),
+                    self.choose(liked),
+                    f"{first}-{second}",
+                    f"{first}-{second}/{step}",
+                    f"{first}/{step}",
+                ]
+            )
+        )
+
+    def _day(self, kind: str) -> str:
+        day = self.near.day
+        if kind == "day":
+            return self._field(1, 31, [day, day, day % 28 + 1, 29, 30, 31, 1])
+        return str(self.choose(["L", f"L-{self.choose([1, 2, 10, 30])}", f"{self.choose([day, 1, 15, 30, 31])}W", "LW"]))
+
+    def _weekday(self, kind: str) -> str:
+        weekday = self.near.isoweekday() % 7
+        if kind == "day":
+            return self._field(0, 6, [weekday, weekday, (weekday + 1) % 7]).replace("0-6", "SUN-7")
+        return str(self.choose([f"{weekday}L", "FRIL", f"{weekday}#{(self.near.day - 1) // 7 + 1}", "MON#1", "7#5"]))

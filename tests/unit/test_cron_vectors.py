@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from wheelsched.core.errors import InvalidSchedule
-from wheelsched.cron import ZoneData, next_after, parse, upcoming
+from wheelsched.cron import ZoneData, count_between, last_before, last_few, next_after, parse, upcoming
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 HEADER = json.loads((VECTORS / "header.json").read_text(encoding="ascii"))
@@ -39,6 +39,9 @@ def test_the_runs_are_those_of_the_vector(vector: dict[str, Any]) -> None:
     for earlier_ms, later_ms in zip([after_ms, *expected], expected, strict=False):
         assert next_after(expression, zone, (earlier_ms + later_ms) // 2) == later_ms
         assert next_after(expression, zone, later_ms - 1) == later_ms
+        assert last_before(expression, zone, later_ms + 1) == later_ms
+    assert last_few(expression, zone, expected[-1] + 1, len(expected)) == expected
+    assert count_between(expression, zone, after_ms + 1, expected[-1] + 1) == len(expected)
 
 
 @pytest.mark.parametrize("vector", cases(refused=True))

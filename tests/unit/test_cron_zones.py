@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.resources
-import io
 import random
 import shutil
 import struct
@@ -13,12 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cron_reference import zone_info
+from cron_reference import tzif, zone_info, zone_info_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wheelsched.core.errors import InvalidSchedule
-from wheelsched.cron import Zone, ZoneData, next_after, parse
+from wheelsched.cron import Zone, ZoneData, changed_zones, next_after, parse
 from wheelsched.cron.zones import build_zone
 
 ZONES = ZoneData.of_package()
@@ -134,25 +133,57 @@ def test_neither_the_search_path_nor_the_system_is_asked(tmp_path: Path, monkeyp
         zoneinfo.reset_tzpath()
 
 
+def copy_of_the_data(folder: Path, *names: str) -> None:
+    for name in (*names, "tzdata.zi"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(PACKAGE / "zoneinfo" / name, folder / name)
+
+
+def patch(folder: Path) -> None:
+    """Berlin becomes Tokyo, in a version of its own."""
+    shutil.copy(PACKAGE / "zoneinfo" / "Asia" / "Tokyo", folder / "Europe" / "Berlin")
+    index = (PACKAGE / "zoneinfo" / "tzdata.zi").read_text().replace(f"# version {ZONES.version}", "# version 2099z", 1)
+    (folder / "tzdata.zi").write_text(index)
+
+
 def test_a_patched_tree_shows_by_its_digests_which_zones_changed(tmp_path: Path) -> None:
     """CASES B-019: what a reload compares."""
-    for name in ("Europe/Berlin", "Asia/Tokyo"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(PACKAGE / "zoneinfo" / name, tmp_path / name)
-    shutil.copy(PACKAGE / "zoneinfo" / "Asia" / "Tokyo", tmp_path / "Europe" / "Berlin")
-    index = (PACKAGE / "zoneinfo" / "tzdata.zi").read_text().replace(f"# version {ZONES.version}", "# version 2099z", 1)
-    (tmp_path / "tzdata.zi").write_text(index)
+    copy_of_the_data(tmp_path, "Europe/Berlin", "Asia/Tokyo")
+    patch(tmp_path)
     patched = ZoneData.of_folder(tmp_path)
     assert patched.version == "2099z"
     assert patched.zone("Asia/Tokyo").digest == ZONES.zone("Asia/Tokyo").digest
     assert patched.zone("Europe/Berlin").digest != ZONES.zone("Europe/Berlin").digest
     assert patched.zone("Europe/Berlin").offset_s(1_767_225_600) == 9 * 3_600
+    assert changed_zones(ZONES, patched, ["Asia/Tokyo", "Europe/Berlin"]) == ["Europe/Berlin"]
+    assert changed_zones(patched, ZONES, ["Europe/Berlin", "Asia/Tokyo"]) == ["Europe/Berlin"]
 
 
-def tzif(footer: str) -> bytes:
-    """A file with one type, UTC, no listed change, and the rule."""
-    block = struct.pack(">4sc15x6I", b"TZif", b"2", 0, 0, 0, 0, 1, 4) + struct.pack(">iBB", 0, 0, 0) + b"UTC\0"
-    return block + block + f"\n{footer}\n".encode()
+def test_an_update_in_place_is_noticed_and_what_was_never_read_counts_as_changed(tmp_path: Path) -> None:
+    names = ["Asia/Tokyo", "Asia/Kolkata", "Europe/Berlin"]
+    copy_of_the_data(tmp_path, *names)
+    before = ZoneData.of_folder(tmp_path)
+    assert before.is_current() and before.fingerprint() == ZONES.fingerprint()
+    for name in ("Europe/Berlin", "Asia/Tokyo"):
+        before.zone(name)
+    patch(tmp_path)
+    assert not before.is_current()
+    after = ZoneData.of_folder(tmp_path)
+    assert after.is_current() and after.fingerprint() != before.fingerprint()
+    assert after.fingerprint().startswith("2099z-")
+    assert changed_zones(before, after, names) == ["Asia/Kolkata", "Europe/Berlin"]
+    (tmp_path / "tzdata.zi").unlink()
+    assert not after.is_current()
+
+
+def test_the_fingerprint_of_a_patched_copy_of_one_version_differs(tmp_path: Path) -> None:
+    copy_of_the_data(tmp_path)
+    with (tmp_path / "tzdata.zi").open("a") as file:
+        file.write("L Europe/Berlin Europe/Bonn\n")
+    patched = ZoneData.of_folder(tmp_path)
+    assert patched.version == ZONES.version and patched.fingerprint() != ZONES.fingerprint()
+    assert changed_zones(ZONES, patched, ["Europe/Bonn", "Europe/Atlantis"]) == ["Europe/Bonn"]
+    assert changed_zones(ZONES, ZoneData.of_package(), ["Europe/Berlin"]) == []
 
 
 def zone_with_rule(footer: str) -> Zone:
@@ -170,7 +201,7 @@ def zone_with_rule(footer: str) -> Zone:
     ],
 )
 def test_rules_after_the_last_listed_change_are_those_of_zoneinfo(footer: str) -> None:
-    zone, tz = zone_with_rule(footer), zoneinfo.ZoneInfo.from_file(io.BytesIO(tzif(footer)))
+    zone, tz = zone_with_rule(footer), zone_info_of(tzif(footer))
     rng = random.Random(footer)
     changes = [change.at_ms // 1000 for change in zone.transitions(86_400_000 * 366, LAST_MS)]
     assert len(changes) == 2 * 129

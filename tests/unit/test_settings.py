@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wheelsched.core.settings import Settings
+from wheelsched.core.settings import NodeAddress, Settings, TlsSettings, raft_id_of, raft_ids, shared_settings, split_address
 from wheelsched.runtime.config import KEYS, SettingsError, data_dir, is_loopback, load_settings, parse_instant_ms, reference_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def test_reference_file_is_what_the_tree_generates() -> None:
 def test_reference_read_back_is_the_defaults_and_names_every_key() -> None:
     assert load_settings(ROOT / "conf/reference.yaml", environment={}) == Settings()
     text = reference_yaml()
-    assert all(f"  {name.split('.')[1]}: " in text for name in KEYS)
+    assert all(f"{'  ' * name.count('.')}{name.rpartition('.')[2]}: " in text for name in KEYS)
     assert all(key.description for key in KEYS.values())
 
 
@@ -57,9 +57,7 @@ def test_later_sources_win(write) -> None:
 
 
 def test_unknown_key_names_line_and_nearest(write) -> None:
-    assert faults_of(write("http:\n  host: 127.0.0.1\n\n  prot: 8080\n")) == [
-        "4: http.prot is not a setting; did you mean http.port?"
-    ]
+    assert faults_of(write("http:\n  host: 127.0.0.1\n\n  prot: 8080\n")) == ["4: http.prot is not a setting; did you mean http.port?"]
 
 
 def test_unknown_section_is_named(write) -> None:
@@ -165,3 +163,118 @@ def test_instants() -> None:
     assert parse_instant_ms("2026-11-01T00:00:00.250Z") == 1_793_491_200_250
     assert parse_instant_ms("2026-11-01T02:00:00+02:00") == 1_793_491_200_000
     assert parse_instant_ms("2026-11-01") is None
+
+
+THREE = """
+cluster:
+  replication_factor: 3
+  nodes:
+    - {id: n1, http: "127.0.0.1:8081", peer: "127.0.0.1:7081"}
+    - {id: n2, http: "127.0.0.1:8082", peer: "127.0.0.1:7082"}
+    - id: n3
+      http: "localhost:8083"
+      peer: "[::1]:7083"
+"""
+
+
+def test_nodes_are_read_and_each_listens_where_the_others_are_told_it_is(write) -> None:
+    settings = load_settings(write(THREE), environment={}, overrides={"node.id": "n3"})
+    assert [node.id for node in settings.cluster.nodes] == ["n1", "n2", "n3"]
+    assert settings.cluster.nodes[2] == NodeAddress(id="n3", http="localhost:8083", peer="[::1]:7083")
+    assert (settings.http.host, settings.http.port) == ("localhost", 8083)
+
+
+def test_a_http_address_that_is_given_wins_over_that_of_the_list(write) -> None:
+    settings = load_settings(write(THREE), environment={}, overrides={"node.id": "n2", "http.port": 9})
+    assert (settings.http.host, settings.http.port) == ("127.0.0.1", 9)
+
+
+def test_nodes_can_come_from_one_environment_variable() -> None:
+    text = "[{id: n1, http: '127.0.0.1:8081', peer: '127.0.0.1:7081'}]"
+    environment = {
+        "WHEELSCHED_CLUSTER__NODES": text,
+        "WHEELSCHED_CLUSTER_REPLICATION_FACTOR": "1",
+        "WHEELSCHED_CLUSTER__TLS__CERT_FILE": "",
+    }
+    settings = load_settings(None, environment=environment)
+    assert settings.cluster.nodes == (NodeAddress(id="n1", http="127.0.0.1:8081", peer="127.0.0.1:7081"),)
+    assert load_settings(None, environment={"WHEELSCHED_CLUSTER__NODES": ""}) == Settings()
+    told = faults_of(None, environment={"WHEELSCHED_CLUSTER__NODES": "[{id: n1"})
+    assert told == ["environment WHEELSCHED_CLUSTER__NODES: cluster.nodes is not YAML; write it in one line, like [{id: n1, …}, …]"]
+    told = faults_of(None, environment={"WHEELSCHED_CLUSTER__NODES": "[{id: n1}]"})
+    assert told == ["environment WHEELSCHED_CLUSTER__NODES: cluster.nodes[0] lacks http and peer; it needs id, http, peer"]
+
+
+def test_nested_section_is_read(write) -> None:
+    text = "cluster:\n  tls:\n    cert_file: a.pem\n    key_file: b.pem\n    ca_file: c.pem\n"
+    assert load_settings(write(text), environment={}).cluster.tls == TlsSettings(cert_file="a.pem", key_file="b.pem", ca_file="c.pem")
+    assert faults_of(write("cluster:\n  tls:\n    cert: a.pem\n"))[0].startswith(
+        "3: cluster.tls.cert is not a setting; did you mean cluster.tls.cert_file?"
+    )
+    assert faults_of(write("cluster:\n  tls: on\n"))[0].startswith("2: cluster.tls must hold keys and values")
+
+
+N1 = '{id: n1, http: "127.0.0.1:8081", peer: "127.0.0.1:7081"}'
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ("n1", "4: cluster.nodes takes a list of {id: …, http: …, peer: …}, not a scalar"),
+        ("[n1]", "4: cluster.nodes[0] must hold keys and values"),
+        ('[{id: n1, http: "127.0.0.1:8081"}]', "4: cluster.nodes[0] lacks peer; it needs id, http, peer"),
+        ('[{id: n1, htp: "127.0.0.1:8081"}]', "4: cluster.nodes[0].htp is not a setting; did you mean http?"),
+        ('[{id: n1, http: "127.0.0.1", peer: "127.0.0.1:7081"}]', "4: cluster.nodes[0].http '127.0.0.1' is not host:port"),
+        ('[{id: n 1, http: "127.0.0.1:1", peer: "127.0.0.1:7081"}]', "4: cluster.nodes[0].id 'n 1' is not 1 to 128 of"),
+        ('[{id: n1, http: "127.0.0.1:0", peer: "127.0.0.1:7081"}]', "4: cluster.nodes[0].http 127.0.0.1:0 has no port that others"),
+        ('[{id: n1, http: "127.0.0.1:7", peer: "127.0.0.1:70000"}]', "4: cluster.nodes[0].peer 127.0.0.1:70000 has no port that others"),
+        ('[{id: n1, http: "127.0.0.1:7", peer: "127.0.0.1:7"}]', "4: cluster.nodes[0].peer 127.0.0.1:7 is already cluster.nodes[0].http"),
+        (f'[{N1},\n   {{id: n1, http: "127.0.0.1:1", peer: "127.0.0.1:2"}}]', "5: cluster.nodes[1].id n1 stands here twice"),
+        ('[{id: n2, http: "127.0.0.1:1", peer: "127.0.0.1:2"}]', "node.id n1 is not among cluster.nodes (n2); say which one"),
+    ],
+)
+def test_faults_in_nodes_are_told_with_line_and_way_out(write, nodes: str, told: str) -> None:
+    found = faults_of(write(f"cluster:\n  name: x\n  replication_factor: 1\n  nodes: {nodes}\n"))
+    assert len(found) == 1 and told in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("factor", "told"),
+    [("4", "is above the 3 of cluster.nodes; set it to 3"), ("2", "survives no more failures than 1; take 1 or 3"), ("8", "is above 7")],
+)
+def test_replication_factor_fits_the_nodes(write, factor: str, told: str) -> None:
+    assert told in faults_of(write(THREE), overrides={"cluster.replication_factor": factor})[0]
+
+
+def test_tls_needs_all_three_files() -> None:
+    told = "cluster.tls.key_file and cluster.tls.ca_file are empty; mutual TLS needs all three files"
+    assert told in faults_of(None, overrides={"cluster.tls.cert_file": "a.pem"})[0]
+
+
+def test_a_cluster_reachable_without_authentication_is_refused(write) -> None:
+    text = 'cluster:\n  replication_factor: 1\n  nodes: [{id: n1, http: "10.0.0.1:8080", peer: "10.0.0.1:7080"}]\n'
+    assert "http.host 10.0.0.1 is reachable from other machines" in faults_of(write(text))[0]
+
+
+def test_raft_ids_are_stable_and_collisions_are_refused() -> None:
+    """Pinned: the number stands in votes on disk."""
+    assert raft_ids(["n1", "n2"]) == {"n1": 5_274_454_431_591_333_430, "n2": 14_103_913_120_232_401_630}
+    assert raft_id_of("n1") > 0
+    with pytest.raises(ValueError, match="n2 and n1 have the same raft id 7; give n2 another id"):
+        raft_ids(["n1", "n2"], id_of=lambda _: 7)
+
+
+def test_shared_settings_leave_out_what_is_each_nodes_own(write) -> None:
+    one = load_settings(write(THREE), environment={}, overrides={"node.id": "n1", "cluster.secret_file": "a"})
+    two = load_settings(write(THREE), environment={}, overrides={"node.id": "n2", "cluster.secret_file": "b", "http.port": 1})
+    assert shared_settings(one) == shared_settings(two)
+    three = load_settings(write(THREE), environment={}, overrides={"limits.payload_bytes": 7})
+    assert shared_settings(one).items() ^ shared_settings(three).items() == {
+        ("limits.payload_bytes", "7"),
+        ("limits.payload_bytes", "65536"),
+    }
+
+
+def test_addresses() -> None:
+    assert split_address("n1.example.org:7080") == ("n1.example.org", 7080)
+    assert split_address("[fd00::1]:7080") == ("fd00::1", 7080)

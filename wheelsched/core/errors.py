@@ -111,7 +111,12 @@ class Unavailable(WheelschedError):
 
 
 class NotLeader(Unavailable):
-    """This node does not lead the group; nothing was proposed."""
+    """This node does not lead the group; nothing was proposed, or what was proposed lost for certain. `leader`: the id of the node
+    that leads it, None where that is not known."""
+
+    def __init__(self, detail: str, *, leader: int | None = None, retry_after_s: float | None = 1) -> None:
+        super().__init__(detail, retry_after_s=retry_after_s)
+        self.leader = leader
 
 
 class OutcomeUnknown(WheelschedError):

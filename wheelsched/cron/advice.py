@@ -7,6 +7,7 @@ from typing import Final
 
 from wheelsched.cron.calendar import next_reading, text_of
 from wheelsched.cron.expression import CronExpression, Kind
+from wheelsched.cron.instants import next_after
 from wheelsched.cron.zones import Transition, Zone
 
 AHEAD_MS: Final = 366 * 86_400_000
@@ -14,8 +15,10 @@ _HOURS_ALL: Final = (1 << 24) - 1
 
 
 def warnings(expression: CronExpression, zone: Zone, now_ms: int) -> tuple[str, ...]:
-    """A top-of-the-hour minute without need, and each clock change of the coming year that skips or repeats a matching time."""
+    """A top-of-the-hour minute without need, no run at all, and each clock change of the coming year that skips or repeats a time."""
     found: list[str] = []
+    if next_after(expression, zone, now_ms) is None:
+        found.append(f"it never runs: the clock of {zone.name} skips every time it names (without * in minute and hour it would run)")
     if expression.minutes == 1 and not expression.hashed_minute:
         found.append("minute 0 is when most schedules run; if any minute will do, write H for one that is yours")
     for transition in zone.transitions(now_ms + 1, now_ms + AHEAD_MS + 1):

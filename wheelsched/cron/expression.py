@@ -48,7 +48,9 @@ class CronExpression:
     hours: int = field(repr=False)
     months: tuple[int, ...] = field(repr=False)
     days: tuple[int, ...] = field(repr=False)
-    first_time: int = field(repr=False)  # minute of the day of a matching date's first run
+    first_time: int = field(repr=False)  # minute of the day of a matching date's first reading
+    last_time: int = field(repr=False)  # and of its last
+    day_readings: int = field(repr=False)  # how many it has
     hashed_minute: bool = field(repr=False)
 
 
@@ -86,6 +88,8 @@ def _build(text: str, sets: list[FieldSet]) -> CronExpression:
         months=allowed,
         days=masks,
         first_time=_lowest(hours.mask) * 60 + _lowest(minutes.mask),
+        last_time=(hours.mask.bit_length() - 1) * 60 + minutes.mask.bit_length() - 1,
+        day_readings=hours.mask.bit_count() * minutes.mask.bit_count(),
         hashed_minute=minutes.written.startswith("H"),
     )
 

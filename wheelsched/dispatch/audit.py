@@ -16,6 +16,7 @@ from wheelsched.core.clock import Clock
 from wheelsched.core.ids import format_job_id, id_low
 from wheelsched.model import keys
 from wheelsched.model.rows import JobState, decode_state
+from wheelsched.model.schedules import Phase
 from wheelsched.model.states import LEASED, Lane, Status, due_at_ms, status_of
 from wheelsched.replica import Replicas
 from wheelsched.store import Store
@@ -95,6 +96,8 @@ class Audit:
         watermark_ms = self._replicas.watermark_ms(group)
         if status_of(state, watermark_ms) == Status.QUEUED:
             return due_at_ms(state) < self._settled_ms(group) and self._was_passed_over(state)
+        if state.held and state.run is not None and (state.run.phase == Phase.BUFFERED or state.job_id in dispatcher.occurrences):
+            return False  # no instant is waited for, or its turn comes
         if self._settled_ms(group) <= due_at_ms(state) <= dispatcher.timers.hand_ms:
             return False  # swept, and on its way through the log
         return dispatcher.timers.special(group, id_low(state.job_id)) is None

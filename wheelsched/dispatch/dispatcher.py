@@ -7,23 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock, Rng
-from wheelsched.core.ids import group_of, group_of_low, id_low
+from wheelsched.core.ids import PARTITION_COUNT, group_of, group_of_low, id_low, schedule_partition
 from wheelsched.core.settings import SchedulerSettings
+from wheelsched.cron import ZoneData
 from wheelsched.dispatch.audit import Audit
 from wheelsched.dispatch.claims import Claims
+from wheelsched.dispatch.created import sort_created
 from wheelsched.dispatch.firing import Firing
 from wheelsched.dispatch.leases import Leases
 from wheelsched.dispatch.loader import Loader
+from wheelsched.dispatch.occurrences import Occurrences
 from wheelsched.dispatch.purging import Purging
 from wheelsched.dispatch.queues import RECORD_BYTES, QueueMemory, Queues
 from wheelsched.dispatch.timers import Special, Timers, pack
+from wheelsched.dispatch.timetable import Timetable
 from wheelsched.fairness import ReadyQueue, split_by_queue
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand
-from wheelsched.model.effects import Effect, Fired, JobChanged, QueueChanged
+from wheelsched.model.effects import Effect, Fired, JobChanged, JobsCreated, OccurrencesSkipped, QueueChanged, ScheduleChanged
 from wheelsched.model.rows import JobState, decode_counts, decode_queue, decode_state
 from wheelsched.model.states import Lane, Outcome, Status, due_at_ms, status_of
 from wheelsched.replica import Replicas
+from wheelsched.runtime.clock import VirtualClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store import Store
 from wheelsched.store.heads import RangeHeads
@@ -59,7 +64,7 @@ class Dispatcher:
 
     def __init__(
         self, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, rng: Rng, settings: SchedulerSettings,
-        metrics: Metrics, *, group_count: int,
+        metrics: Metrics, zones: ZoneData, *, group_count: int,
     ) -> None:  # fmt: skip
         self._store = store
         self._heads = heads
@@ -76,9 +81,15 @@ class Dispatcher:
             horizon_ms=int(settings.horizon_s * 1000), watermark_ms=replicas.watermark_ms, on_ready=self._ready,
             on_timers=lambda: self.firing.waking.wake(),
         )  # fmt: skip
+        self.timetable = Timetable(store, zones, group_count=group_count)
+        self.occurrences = Occurrences(
+            store, replicas, clock, self.timetable, group_of_schedule=self.group_of_schedule,
+            by_itself=not isinstance(clock, VirtualClock),
+        )  # fmt: skip
         self.firing = Firing(
-            clock, self.timers, replicas, on_ready=self._on_fired, on_step_back=self._reload, on_named=self._hold_again
-        )
+            clock, self.timers, replicas, on_ready=self._on_fired, on_step_back=self._reload, on_named=self._hold_again,
+            occurrences=self.occurrences,
+        )  # fmt: skip
         self.audit = Audit(self, store, heads, replicas, clock, group_count=group_count, interval_s=settings.audit_interval_s)
         self.purging = Purging(self.queues, store, replicas, clock, group_count=group_count, interval_s=settings.purge_interval_s)
         self._lanes_loaded: set[int] = set()
@@ -89,6 +100,7 @@ class Dispatcher:
     async def start(self) -> None:
         """Make the memory from the rows, precise lane first; claims open when that one is read. The flexible lane follows in `run`."""
         self._read_settings_and_counts()
+        self.occurrences.begin()
         self.loader.start_again()
         await self.loader.rebuild_lane(Lane.PRECISE)
         await self.loader.load_ahead()
@@ -117,6 +129,7 @@ class Dispatcher:
         """All loops of the dispatcher, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.firing.run(), name="firing")
+            tasks.create_task(self.occurrences.run(), name="occurrences")
             tasks.create_task(self.leases.run(), name="leases")
             tasks.create_task(self._load_rest(), name="loader")
             tasks.create_task(self._refill(), name="refill")
@@ -136,6 +149,7 @@ class Dispatcher:
     async def _reload(self) -> None:
         """The wall clock was set back: drop the wheels and load them anew at the new time. Leases are monotonic and stay."""
         self.firing.forget()
+        self.occurrences.step_back(self._clock.wall_ms())
         self.timers.clear(self._clock.wall_ms())
         self.leases.clear_starts()
         for queue in self.queues:
@@ -150,18 +164,25 @@ class Dispatcher:
     def on_effects(self, group: int, effects: Sequence[Effect]) -> None:
         """Bring memory in step with one applied entry. Synchronous, so that nobody sees half of it."""
         ready: Ready = ([], [])
+        packed: tuple[list[bytes], list[bytes]] = ([], [])  # those of many, by lane
         touched: dict[QueueMemory, None] = {}
         for effect in effects:
             match effect:
                 case JobChanged():
                     self._job_changed(group, effect, ready, touched)
+                case JobsCreated():
+                    self._jobs_created(group, effect.states, ready, packed)
                 case Fired():
                     self.firing.on_watermark(group, effect.watermark_ms)
                 case QueueChanged():
                     self._queue_changed(effect.tenant, effect.queue)
+                case OccurrencesSkipped():
+                    self._metrics.occurrences_skipped[effect.reason] += effect.count
+                case ScheduleChanged():
+                    pass
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            if ready[lane]:
-                self._ready(lane, pack(ready[lane]))
+            if ready[lane] or packed[lane]:
+                self._ready(lane, pack(ready[lane]) + b"".join(packed[lane]))
         for queue in touched:
             self.claims.serve(queue)
 
@@ -169,6 +190,8 @@ class Dispatcher:
         self, group: int, change: JobChanged, ready: Ready, touched: dict[QueueMemory, None]
     ) -> None:
         before, after = change.before, change.after
+        if change.cause == "adopt":
+            return  # the lease goes on as it is
         state = after or before
         assert state is not None
         queue = self.queues.ensure(state.tenant, state.queue)
@@ -186,6 +209,42 @@ class Dispatcher:
             if after.status <= _CANCEL_REQUESTED:
                 self._enter(group, before, after, queue, watermark_ms, ready)
         self._count(change, queue)
+
+    def _jobs_created(self, group: int, states: list[JobState], ready: Ready, packed: tuple[list[bytes], list[bytes]]) -> None:
+        """As `_job_changed` for each of them, with what they share done once."""
+        watermark_ms = self._replicas.watermark_ms(group)
+        if self.loader.is_reading:
+            for state in states:
+                queue = self.queues.ensure(state.tenant, state.queue)
+                queue.cells[state.priority] += 1
+                self._enter(group, None, state, queue, watermark_ms, ready)
+            self._metrics.jobs_created += len(states)
+            return
+        precise_ms, flexible_ms = (marks[group] for marks in self.timers.loaded_ms)
+        tallies, due, timers, first_ms, odd = sort_created(states, watermark_ms, precise_ms, flexible_ms, self._number_of)
+        for tenant, name, priority, count, at_ms in tallies:
+            queue = self.queues.ensure(tenant, name)
+            queue.cells[priority] += count  # SCHEDULED is status 0
+            prefix = queue.index_prefix(group)
+            if self._heads.lower_bound(keys.INDEX, prefix) is not prefix:
+                self._heads.note_put(keys.INDEX, prefix, prefix + keys.time_prefix(at_ms))
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            if first_ms[lane] < 0:
+                continue
+            prefix = self._lane_prefixes[lane][group]
+            if self._heads.lower_bound(keys.JOBS, prefix) is not prefix:
+                self._heads.note_put(keys.JOBS, prefix, keys.job_range(group, lane, first_ms[lane]))
+            if due[lane]:
+                packed[lane].append(due[lane])
+            if timers[lane]:
+                self.timers.add_records(group, lane, timers[lane])
+                self.firing.wake(first_ms[lane])
+        for state in odd:
+            self._enter(group, None, state, self.queues.ensure(state.tenant, state.queue), watermark_ms, ready)
+        self._metrics.jobs_created += len(states)
+
+    def _number_of(self, tenant: str, name: str) -> int:
+        return self.queues.ensure(tenant, name).number
 
     def _leave(
         self, group: int, cause: str, before: JobState, after: JobState | None, queue: QueueMemory, watermark_ms: int
@@ -228,6 +287,8 @@ class Dispatcher:
         else:
             self.timers.add(group, after, queue)
             self.firing.wake(due_at_ms(after))
+        if after.held and after.run is not None:
+            return  # a start deadline counts from the firing
         if after.start_deadline_ms >= 0 and after.attempt == 0 and after.fire_at_ms < self.timers.loaded_ms[after.lane][group]:
             self.leases.watch_start(after.job_id, after.fire_at_ms + after.start_deadline_ms)
 
@@ -267,6 +328,9 @@ class Dispatcher:
 
     def _propose(self, job_id: bytes, command: AnyCommand) -> None:
         self._replicas.propose_many(((group_of(job_id, self._group_count), command),), own=True)
+
+    def group_of_schedule(self, tenant: str, name: str) -> int:
+        return schedule_partition(tenant, name) * self._group_count // PARTITION_COUNT
 
     def repair(self, group: int, state: JobState) -> None:
         """Put a job that memory had lost back where its state belongs."""
@@ -387,7 +451,7 @@ class Dispatcher:
     async def turn(self) -> None:
         """Everything due at this very instant, applied."""
         await self.loader.load_ahead()
-        while await self.firing.turn():
+        while await self.firing.turn() or await self.occurrences.turn():
             pass
         self.leases.turn()
         await self.purging.turn()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
 from wheelsched.core.clock import Clock
+from wheelsched.dispatch.occurrences import OUTAGE_MS, Occurrences
 from wheelsched.dispatch.queues import RECORD_BYTES
 from wheelsched.dispatch.timers import Special, Timers
 from wheelsched.dispatch.waking import Waking
@@ -31,11 +32,12 @@ class _Pending(NamedTuple):
 class Firing:
     """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the
     wall clock was set back, and must load the wheels anew; `on_named(group, held)` is told which held jobs were named, and sets the
-    timers again of those that are still held: a Fire whose stamp fell before their time does nothing."""
+    timers again of those that are still held: a Fire whose stamp fell before their time does nothing. What schedules are to decide
+    goes to `occurrences`."""
 
     def __init__(
         self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, bytes], None],
-        on_step_back: Callable[[], Awaitable[None]], on_named: Callable[[int, Sequence[Special]], None],
+        on_step_back: Callable[[], Awaitable[None]], on_named: Callable[[int, Sequence[Special]], None], occurrences: Occurrences,
     ) -> None:  # fmt: skip
         self._clock = clock
         self._timers = timers
@@ -43,6 +45,8 @@ class Firing:
         self._on_ready = on_ready
         self._on_step_back = on_step_back
         self._on_named = on_named
+        self._occurrences = occurrences
+        self._swept_ms = clock.wall_ms()
         self._pending: dict[int, deque[_Pending]] = {}
         self._lock = asyncio.Lock()
         self._next_ms = 0
@@ -99,20 +103,27 @@ class Firing:
             while now_ms < self._timers.hand_ms:
                 await self._on_step_back()
                 now_ms = self._clock.wall_ms()
+            if now_ms - self._swept_ms > OUTAGE_MS:
+                self._occurrences.begin()
+            self._swept_ms = now_ms
             found, more = self._timers.sweep(now_ms)
             commands: list[tuple[int, AnyCommand]] = []
+            held: list[tuple[int, list[Special]]] = []
             for due in found:
                 if due.records:
                     self._put_aside(due.group, due.lane, due.records, now_ms)
-                commands += self._fire_held(due.group, due.held)
+                self._occurrences.add(due.group, [special for special in due.held if special.occurs])
+                named = [special for special in due.held if not special.occurs]
+                held.append((due.group, named))
+                commands += self._fire_held(due.group, named)
             # All groups with something put aside, not only those swept now: where the clock was set back before the last turn's
             # Fire got its stamp, that Fire fell short of its batch.
             commands += [(group, Fire(now_ms)) for group, pending in self._pending.items() if pending]
             if commands:
                 await self._replicas.propose_many(commands, own=True).future
-                for due in found:
-                    if due.held:
-                        self._on_named(due.group, due.held)
+                for group, named in held:
+                    if named:
+                        self._on_named(group, named)
             return more
 
     def _put_aside(self, group: int, lane: int, records: bytes, now_ms: int) -> None:

@@ -71,6 +71,11 @@ class Loader:
                 start = self._heads.lower_bound(keys.JOBS, keys.job_range(group, lane, 0)[:3])
                 self._behind[lane, group] = (start, keys.job_range(group, lane, above_ms))
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether any row is still to be read."""
+        return bool(self._behind or self._ahead)
+
     def will_read(self, group: int, state: JobState) -> bool:
         """Whether a scan has yet to come to the row of this job, so that memory must not learn of it before. O(1)."""
         if not self._behind and not self._ahead:
@@ -195,7 +200,7 @@ class Loader:
                 ready.append((state, queue))
             elif state.held or due_at_ms(state) > watermark:
                 self._timers.add(group, state, queue)
-            if state.start_deadline_ms >= 0 and state.attempt == 0:
+            if state.start_deadline_ms >= 0 and state.attempt == 0 and not (state.held and state.run is not None):
                 self._leases.watch_start(state.job_id, state.fire_at_ms + state.start_deadline_ms)
         self._on_ready(lane, pack(ready))
 

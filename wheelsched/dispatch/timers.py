@@ -12,11 +12,13 @@ from typing import NamedTuple
 from wheelsched.core.ids import id_low
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model.rows import KIND_HELD, KIND_JOB, KIND_RETRY, TIMER, JobState, timer_word
+from wheelsched.model.schedules import Phase
 from wheelsched.model.states import Status, due_at_ms
 from wheelsched.wheel import WheelSet
 
 # What one sweep may give at most; about 64 wheels share it, precise ones first.
 SWEEP_RECORDS_MAX = 32_768
+_NEXT, _BUFFERED = int(Phase.NEXT), int(Phase.BUFFERED)
 # The word's low byte, by which the records of plain jobs are told from the few others: 0 for those, 1 for the others.
 _WORD_AT = 20
 _IS_SPECIAL = bytes(int(byte & 7 != KIND_JOB) for byte in range(256))
@@ -31,6 +33,7 @@ class Special(NamedTuple):
     priority: int
     queue: QueueMemory
     retry: bool
+    occurs: bool = False  # the next occurrence of a schedule, which needs its successor to fire
 
 
 class Due(NamedTuple):
@@ -77,14 +80,18 @@ class Timers:
     def add(self, group: int, state: JobState, queue: QueueMemory) -> None:
         """Set the timer of a waiting job if it falls before the loaded mark."""
         due_ms = due_at_ms(state)
-        if due_ms >= self.loaded_ms[state.lane][group] and state.status != Status.RETRYING and not state.held:
+        if due_ms >= self.loaded_ms[state.lane][group] and state.status != Status.RETRYING:
             return
+        run = state.run
+        if state.held and run is not None and run.phase == _BUFFERED:
+            return  # what it waits for is no instant
         low = id_low(state.job_id)
         kind = KIND_RETRY if state.status == Status.RETRYING else KIND_HELD if state.held else KIND_JOB
         if kind != KIND_JOB:
             self._forget_special(group, low)
             retry = kind == KIND_RETRY
-            self._special[group][low] = Special(state.job_id, state.version, state.fire_at_ms, state.priority, queue, retry)
+            occurs = run is not None and run.phase == _NEXT
+            self._special[group][low] = Special(state.job_id, state.version, state.fire_at_ms, state.priority, queue, retry, occurs)
             if retry:
                 queue.retrying[state.priority] += 1
             # A retry that is held too is fired by name, like any held job.
@@ -100,10 +107,10 @@ class Timers:
         """Remove the timer that `add` set for this very state, if it did."""
         due_ms = due_at_ms(state)
         low = id_low(state.job_id)
+        if due_ms >= self.loaded_ms[state.lane][group] and state.status != Status.RETRYING:
+            return
         if state.status == Status.RETRYING or state.held:
             self._forget_special(group, low)
-        elif due_ms >= self.loaded_ms[state.lane][group]:
-            return
         self._wheels.wheel(state.lane * self._group_count + group).cancel(due_ms, low, state.version)
 
     def _forget_special(self, group: int, low: int) -> None:

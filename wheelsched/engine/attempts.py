@@ -129,6 +129,8 @@ def _expire_start(context: Context, job_id: bytes) -> Reply:
     before = context.txn.state(job_id)
     if before is None or before.status != SCHEDULED or not _start_deadline_passed(context, before):
         return Reply(state=before, replayed=True)
+    if before.held and before.run is not None:
+        return Reply(state=before, replayed=True)  # a schedule decides about it, and the deadline counts from its firing
     return Reply(state=_skip(context, before))
 
 

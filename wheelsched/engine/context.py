@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from msgspec.structs import replace
 
 from wheelsched.core import limits
-from wheelsched.core.ids import format_job_id
+from wheelsched.core.ids import format_job_id, spread_hash
 from wheelsched.core.invariants import invariant
 from wheelsched.engine.transaction import Transaction
 from wheelsched.model import keys
@@ -22,9 +23,10 @@ from wheelsched.model.rows import (
     encode_job,
     encode_row,
     is_final,
+    run_instant_ms,
     split_job,
 )
-from wheelsched.model.states import Outcome, Status, status_of
+from wheelsched.model.states import Lane, Outcome, Status, status_of
 
 # Plain integers: rows hold those, and an enum member costs 0.1 us a look.
 SCHEDULED: Final = int(Status.SCHEDULED)
@@ -37,6 +39,8 @@ CANCELLED: Final = int(Status.CANCELLED)
 SKIPPED: Final = int(Status.SKIPPED)
 DISCARDED: Final = int(Status.DISCARDED)
 
+_PRECISE: Final = int(Lane.PRECISE)
+_FLEXIBLE: Final = int(Lane.FLEXIBLE)
 _PRIORITIES: Final = 3
 _NOT_FOUND: Final = "not-found"
 
@@ -44,9 +48,14 @@ _NOT_FOUND: Final = "not-found"
 class Context:
     """One entry under way. `stamp_ms` decides what is due; `time_ms` dates rows and events."""
 
-    __slots__ = ("effects", "group", "group_state", "stamp_ms", "time_ms", "txn")
+    __slots__ = ("_on_run_end", "effects", "group", "group_state", "stamp_ms", "time_ms", "txn")
 
-    def __init__(self, group: int, group_state: GroupState, txn: Transaction, stamp_ms: int) -> None:
+    def __init__(
+        self, group: int, group_state: GroupState, txn: Transaction, stamp_ms: int,
+        on_run_end: Callable[[Context, JobState], None],
+    ) -> None:  # fmt: skip
+        """`on_run_end(context, state)` is told of every run of a schedule that has ended."""
+        self._on_run_end = on_run_end
         self.group = group
         self.group_state = group_state
         self.txn = txn
@@ -82,8 +91,11 @@ class Context:
         self.effects.append(JobChanged(cause, before, after))
 
     def forget(self, cause: str, before: JobState) -> None:
-        """Delete the state row of a finished job."""
+        """Delete the state row of a job that is gone."""
         self.txn.put_state(before.job_id, None)
+        if before.run is not None:
+            key = keys.run_key(self.group, before.run.schedule_id, run_instant_ms(before), before.job_id)
+            self.txn.delete(keys.SCHEDULES, key)
         self.txn.counts(before.tenant, before.queue).cells[before.status * _PRIORITIES + before.priority] -= 1
         self.effects.append(JobChanged(cause, before, None))
 
@@ -127,6 +139,8 @@ class Context:
         done_key = keys.done_key(group, after.tenant, after.queue, after.status, after.fire_at_ms, after.job_id)
         txn.put(keys.DONE, done_key, encode_row(DoneRow(after, job, error, result)))
         self.change(cause, before, after)
+        if after.run is not None:
+            self._on_run_end(self, after)
         return after
 
     def record_attempt(
@@ -162,6 +176,24 @@ class Context:
             invariant(False, "job_row_of_unfinished_job", job_id=format_job_id(state.job_id), fire_at_ms=state.fire_at_ms)
         assert row is not None
         return row
+
+
+def placed(job_id: bytes, base_ms: int, window_ms: int) -> tuple[int, int]:
+    """(lane, fire_at): a flexible job falls by its id into the first nine tenths of its window, to start inside it too."""
+    if window_ms <= 0:
+        return _PRECISE, base_ms
+    # The upper half of the hash: a batch's spread is the hash modulo the spread, and the two have to be independent.
+    return _FLEXIBLE, base_ms + (spread_hash(job_id) >> 32) % max(1, window_ms * 9 // 10)
+
+
+def created_again(existing: JobState, fingerprint: bytes) -> Reply:
+    """The answer to a create whose idempotency key has made a job before."""
+    made = f"{format_job_id(existing.job_id)} was made with this Idempotency-Key"
+    if existing.status == DISCARDED:
+        return Reply("job-finished", f"{made} and discarded; use another key")
+    if existing.fingerprint != fingerprint:
+        return Reply("idempotency-key-reused", f"{made} and another body; use another key")
+    return Reply(state=existing, replayed=True)
 
 
 def not_found(job_id: bytes) -> Reply:

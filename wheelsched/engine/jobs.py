@@ -9,17 +9,19 @@ from msgspec.structs import replace
 from wheelsched.core import limits
 from wheelsched.core.ids import format_job_id, spread_hash
 from wheelsched.core.invariants import invariant
+from wheelsched.engine import schedules
 from wheelsched.engine.context import (
     CANCEL_REQUESTED,
     CANCELLED,
     DEAD,
     DISCARDED,
     RETRYING,
-    RUNNING,
     SCHEDULED,
     Context,
+    created_again,
     finished,
     not_found,
+    placed,
 )
 from wheelsched.engine.purge import drop_attempts
 from wheelsched.model import keys
@@ -37,11 +39,10 @@ from wheelsched.model.rows import (
     is_final,
     split_job,
 )
-from wheelsched.model.states import Lane, Outcome, Status, due_at_ms
+from wheelsched.model.schedules import Phase
+from wheelsched.model.states import Status, due_at_ms
 
-_PRECISE: Final = int(Lane.PRECISE)
-_FLEXIBLE: Final = int(Lane.FLEXIBLE)
-_NONE: Final = int(Outcome.NONE)
+_SET, _BUFFERED = int(Phase.SET), int(Phase.BUFFERED)
 _CHANGEABLE: Final = ("max_attempts", "initial_backoff_ms", "max_backoff_ms", "timeout_ms", "labels")
 _WAITING: Final = (SCHEDULED, RETRYING)
 
@@ -55,12 +56,12 @@ def create(context: Context, command: Create) -> Reply:
             # The tombstone's day is over, and the purge has not come by yet.
             context.txn.delete(keys.DONE, _done_key(context, existing))
         elif existing is not None:
-            return _create_again(existing, fingerprint)
+            return created_again(existing, fingerprint)
     spec = decode_spec(command.spec)
     base_ms = command.run_at_ms if command.run_at_ms != -1 else context.stamp_ms + command.delay_ms
     if command.spread_ms > 0:
         base_ms += spread_hash(job_id) % command.spread_ms
-    lane, fire_at_ms = _placed(job_id, base_ms, command.window_ms)
+    lane, fire_at_ms = placed(job_id, base_ms, command.window_ms)
     fire_at_ms, held = context.settle_due(fire_at_ms)
     now_ms = context.time_ms
     state = JobState(
@@ -72,23 +73,6 @@ def create(context: Context, command: Create) -> Reply:
     context.put_job(state, command.spec, command.payload)
     context.change("create", None, state)
     return Reply(state=state)
-
-
-def _create_again(existing: JobState, fingerprint: bytes) -> Reply:
-    made = f"{format_job_id(existing.job_id)} was made with this Idempotency-Key"
-    if existing.status == DISCARDED:
-        return Reply("job-finished", f"{made} and discarded; use another key")
-    if existing.fingerprint != fingerprint:
-        return Reply("idempotency-key-reused", f"{made} and another body; use another key")
-    return Reply(state=existing, replayed=True)
-
-
-def _placed(job_id: bytes, base_ms: int, window_ms: int) -> tuple[int, int]:
-    """(lane, fire_at): a flexible job falls by its id into the first nine tenths of its window, to start inside it too."""
-    if window_ms <= 0:
-        return _PRECISE, base_ms
-    # The upper half of the hash: a batch's spread is the hash modulo the spread, and the two have to be independent.
-    return _FLEXIBLE, base_ms + (spread_hash(job_id) >> 32) % max(1, window_ms * 9 // 10)
 
 
 def update(context: Context, command: Update) -> Reply:
@@ -110,12 +94,21 @@ def update(context: Context, command: Update) -> Reply:
     new_payload = payload if command.payload is None else command.payload
     if after == before and new_spec == spec and new_payload == payload:
         return Reply(state=before, replayed=True)
+    if before.run is not None and before.run.phase <= _BUFFERED and _has_moved(before, after):
+        if not schedules.take_away(context, before, command.successor):
+            return Reply(schedules.OUTDATED, state=before)
+        # Overlap is decided when its new time comes: it stays held.
+        after = replace(after, held=True, run=replace(before.run, phase=_SET))
     after = replace(after, version=before.version + 1, updated_at_ms=context.time_ms)
     context.drop_job(before)
     context.put_job(after, encode_spec(new_spec), new_payload)
     context.record_event("update", before, after, actor=command.actor)
     context.change("update", before, after)
     return Reply(state=after)
+
+
+def _has_moved(before: JobState, after: JobState) -> bool:
+    return after.fire_at_ms != before.fire_at_ms or after.lane != before.lane or after.run_at_ms != before.run_at_ms
 
 
 def _changed_spec(spec: JobSpec, command: Update) -> JobSpec:
@@ -142,7 +135,7 @@ def _changed_state(context: Context, before: JobState, spec: JobSpec, new_spec: 
         run_at_ms = context.stamp_ms + command.delay_ms
     elif new_spec.window_ms == spec.window_ms:
         return after
-    lane, fire_at_ms = _placed(before.job_id, run_at_ms, new_spec.window_ms)
+    lane, fire_at_ms = placed(before.job_id, run_at_ms, new_spec.window_ms)
     fire_at_ms, held = context.settle_due(fire_at_ms)
     return replace(after, lane=lane, fire_at_ms=fire_at_ms, held=held, run_at_ms=run_at_ms)
 
@@ -156,15 +149,9 @@ def cancel(context: Context, command: Cancel) -> Reply:
         return Reply(state=before, replayed=True)
     if is_final(before):
         return finished(before, "cancelled")
-    changes = {"version": before.version + 1, "updated_at_ms": context.time_ms}
-    if before.status == RUNNING:
-        after = replace(before, status=CANCEL_REQUESTED, **changes)
-        context.record_event("cancel", before, after, actor=command.actor)
-        context.change("cancel", before, after)
-        return Reply(state=after)
-    after = replace(before, status=CANCELLED, held=False, next_attempt_at_ms=0, finished_at_ms=context.time_ms, **changes)
-    context.record_event("cancel", before, after, actor=command.actor)
-    return Reply(state=context.finish("cancel", before, after))
+    if not schedules.take_away(context, before, command.successor):
+        return Reply(schedules.OUTDATED, state=before)
+    return Reply(state=schedules.cancel_job(context, before, actor=command.actor))
 
 
 def fire(context: Context, command: Fire) -> Reply:
@@ -185,6 +172,10 @@ def fire(context: Context, command: Fire) -> Reply:
 def _fire_held(context: Context, before: JobState) -> None:
     if due_at_ms(before) > context.stamp_ms:
         return
+    if before.run is not None and before.run.phase <= _BUFFERED:
+        if before.run.phase == _SET:
+            schedules.offer_set(context, before)
+        return
     after = replace(before, held=False)
     context.mark_held(before, after)
     context.txn.put_state(after.job_id, after)
@@ -200,6 +191,8 @@ def run_now(context: Context, command: RunNow) -> Reply:
         return finished(before, "run now")
     if context.seen(before) not in (Status.SCHEDULED, Status.RETRYING):
         return Reply(state=before, replayed=True)
+    if before.run is not None and before.run.phase <= _BUFFERED:
+        return schedules.run_held(context, command, before)
     changes = {"version": before.version + 1, "updated_at_ms": context.time_ms, "held": False}
     if before.status == RETRYING:
         after = replace(before, next_attempt_at_ms=context.stamp_ms, **changes)
@@ -231,6 +224,8 @@ def redrive(context: Context, command: Redrive) -> Reply:
     context.put_job(after, spec, payload)
     context.record_event("redrive", before, after, actor=command.actor)
     context.change("redrive", before, after)
+    if after.run is not None:
+        schedules.run_again(context, after)
     return Reply(state=after)
 
 

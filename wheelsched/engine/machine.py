@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from wheelsched.core.invariants import invariant
-from wheelsched.engine import attempts, jobs, meta, purge
+from wheelsched.engine import attempts, creating, jobs, meta, purge, schedules
 from wheelsched.engine.context import CANCEL_REQUESTED, RETRYING, RUNNING, SCHEDULED, Context
 from wheelsched.engine.transaction import Transaction
 from wheelsched.model import commands as c
@@ -32,6 +32,13 @@ _HANDLERS: Final[dict[type[c.Command], Callable[[Context, Any], Reply]]] = {
     c.Purge: purge.purge,
     c.PutQueue: meta.put_queue,
     c.PauseQueue: meta.pause_queue,
+    c.PutSchedule: schedules.put_schedule,
+    c.DropSchedule: schedules.drop_schedule,
+    c.PauseSchedule: schedules.pause_schedule,
+    c.Occur: schedules.occur,
+    c.Rezone: schedules.rezone,
+    c.StartRun: schedules.start_run,
+    c.Backfill: schedules.backfill,
 }
 # Commands with one job id whose state row they read; Create only where a key may have made the job before.
 _OF_ONE_JOB: Final = (c.Complete, c.Cancel, c.Update, c.Extend, c.Expire, c.Release, c.Redrive, c.Discard, c.RunNow)
@@ -53,8 +60,16 @@ class GroupMachine:
         and writes both in one batch. A refusal is a reply; raises only for what no release ever proposed.
         """
         invariant(entry.version == COMMAND_VERSION, "entry_version_known", version=entry.version)
-        context = Context(self._group, state, txn, entry.stamp_ms)
-        replies = [_HANDLERS[type(command)](context, command) for command in entry.commands]
+        context = Context(self._group, state, txn, entry.stamp_ms, schedules.run_ended)
+        commands = entry.commands
+        replies: list[Reply] = []
+        while len(replies) < len(commands):
+            start = len(replies)
+            if creating.is_run(commands, start):
+                replies += creating.create_run(context, commands, start)
+            else:
+                command = commands[start]
+                replies.append(_HANDLERS[type(command)](context, command))
         return replies, context.effects
 
 

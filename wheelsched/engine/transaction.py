@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from wheelsched.engine.rows import state_rows
 from wheelsched.model import keys
-from wheelsched.model.rows import JobState, QueueCounts, decode_counts, decode_state, encode_row
+from wheelsched.model.rows import (
+    FORMAT,
+    JobState,
+    QueueCounts,
+    decode_counts,
+    decode_course,
+    decode_state,
+    encode_body,
+    encode_row,
+)
+from wheelsched.model.schedules import Course
 
 
 class StateReader(Protocol):
@@ -15,6 +26,8 @@ class StateReader(Protocol):
     def get(self, family: str, key: bytes, /) -> bytes | None: ...
 
     def scan(self, family: str, start: bytes, end: bytes, limit: int, /) -> Sequence[tuple[bytes, bytes]]: ...
+
+    def scan_back(self, family: str, start: bytes, end: bytes, limit: int, /) -> Sequence[tuple[bytes, bytes]]: ...
 
 
 class Transaction:
@@ -25,7 +38,10 @@ class Transaction:
     `preload` and `preload_row`; it must be as of the state the entry starts from.
     """
 
-    __slots__ = ("_changed", "_counts", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges", "writes")
+    __slots__ = (
+        "_changed", "_changed_courses", "_counts", "_courses", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges",
+        "writes",
+    )  # fmt: skip
 
     def __init__(
         self, group: int, reader: StateReader, kept_counts: dict[tuple[str, str], QueueCounts] | None = None
@@ -36,6 +52,8 @@ class Transaction:
         self._states: dict[bytes, JobState | None] = {}
         self._changed: dict[bytes, None] = {}  # job ids in the order of their first write
         self._counts: dict[tuple[str, str], QueueCounts] = {}
+        self._courses: dict[tuple[str, str], Course | None] = {}
+        self._changed_courses: dict[tuple[str, str], None] = {}
         self._kept_counts = {} if kept_counts is None else kept_counts
         self._loaded: dict[str, dict[bytes, bytes | None]] = {}
         self.writes: dict[str, dict[bytes, bytes | None]] = {family: {} for family in keys.STATE_FAMILIES}
@@ -108,6 +126,12 @@ class Transaction:
         self._states[job_id] = state
         self._changed[job_id] = None
 
+    def put_states(self, states: Sequence[JobState]) -> None:
+        """The same for many that are not None."""
+        by_id = {state.job_id: state for state in states}
+        self._states.update(by_id)
+        self._changed.update(dict.fromkeys(by_id))
+
     def counts(self, tenant: str, queue: str) -> QueueCounts:
         """The queue's counts, to be changed in place and written when the transaction ends."""
         name = (tenant, queue)
@@ -120,16 +144,38 @@ class Transaction:
             self._counts[name] = counts
         return counts
 
+    def course(self, tenant: str, name: str) -> Course | None:
+        """The course of a schedule, to be changed in place and handed to `put_course`."""
+        place = (tenant, name)
+        if place in self._courses:
+            return self._courses[place]
+        row = self._reader.get(keys.SCHEDULES, keys.course_key(self.group, tenant, name))
+        course = self._courses[place] = None if row is None else decode_course(row)
+        return course
+
+    def put_course(self, tenant: str, name: str, course: Course | None) -> None:
+        """Write the course (None: delete it) when the transaction ends."""
+        self._courses[tenant, name] = course
+        self._changed_courses[tenant, name] = None
+
+    def newest(self, family: str, prefix: bytes, limit: int) -> list[bytes]:
+        """Keys of at most `limit` stored rows with this prefix, the last first. The transaction's own new rows are not among them."""
+        rows = self._reader.scan_back(family, prefix, keys.prefix_end(prefix), limit)
+        own = self.writes[family]
+        return [key for key, _ in rows if own.get(key, b"") is not None and not self._is_cleared(family, key)]
+
     def finish(self) -> None:
         """Encode what was kept decoded. Call once, before `writes` is handed on."""
-        group, states, rows = self.group, self._states, self.writes[keys.STATE]
-        for job_id in self._changed:
-            state = states[job_id]
-            rows[keys.state_key(group, job_id)] = None if state is None else encode_row(state)
+        group = self.group
+        state_rows(self._changed, self._states, group, encode_body, FORMAT, self.writes[keys.STATE])
         counts_rows = self.writes[keys.COUNTS]
         for (tenant, queue), counts in self._counts.items():
             # A queue with nothing in it leaves no row behind.
             counts_rows[keys.counts_key(group, tenant, queue)] = encode_row(counts) if any(counts.cells) else None
+        for tenant, name in self._changed_courses:
+            course = self._courses[tenant, name]
+            row = None if course is None else encode_row(course)
+            self.writes[keys.SCHEDULES][keys.course_key(group, tenant, name)] = row
 
     def _is_cleared(self, family: str, key: bytes) -> bool:
         return any(name == family and start <= key < end for name, start, end in self.ranges)

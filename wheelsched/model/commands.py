@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from wheelsched.model.rows import JobState
+from wheelsched.model.schedules import NextRun, Successor
 
 COMMAND_VERSION: Final = 1
 
@@ -49,12 +50,14 @@ class Update(Command, frozen=True, tag="u"):
     payload: bytes | None = None
     if_version: int = 0  # 0: any
     actor: str = ""
+    successor: Successor | None = None  # of a schedule's next occurrence whose time this changes
 
 
 class Cancel(Command, frozen=True, tag="x"):
     job_id: bytes
     tenant: str
     actor: str = ""
+    successor: Successor | None = None  # of a schedule's next occurrence
 
 
 class Fire(Command, frozen=True, tag="f"):
@@ -132,6 +135,7 @@ class RunNow(Command, frozen=True, tag="n"):
     job_id: bytes
     tenant: str
     actor: str = ""
+    successor: Successor | None = None  # of a schedule's next occurrence
 
 
 class Purge(Command, frozen=True, tag="p"):
@@ -161,9 +165,95 @@ class PauseQueue(Command, frozen=True, tag="z"):
     actor: str = ""
 
 
+# Schedules. Instants need time zones, so the leader computes them and they travel in the command; what a command was computed from
+# (version of the definition, occurrence that waits) is named, and where that is no longer so the command changes nothing.
+
+
+class PutSchedule(Command, frozen=True, tag="S"):
+    """Create or replace a schedule; its waiting occurrence is withdrawn and `next` put in its place."""
+
+    definition: bytes  # Definition row; id, version, times and `paused` are set by apply where the schedule exists
+    next: NextRun
+    create: bool = False  # refuse where the name is taken
+    if_version: int = 0  # 0: any
+    paused: int = -1  # -1: as it is, a new one is not
+    actor: str = ""
+
+
+class DropSchedule(Command, frozen=True, tag="D"):
+    """Delete a schedule and withdraw what waits; its history stays."""
+
+    tenant: str
+    name: str
+    actor: str = ""
+
+
+class PauseSchedule(Command, frozen=True, tag="P"):
+    """Stop or go on. To go on, `next` is the first occurrence from now on, and what the pause left out is recorded."""
+
+    tenant: str
+    name: str
+    paused: bool
+    version: int = 0  # the definition's, where going on: `next` was computed for it
+    next: NextRun = NextRun()
+    left_out: tuple[int, int, int] | None = None  # (first, last, count)
+    actor: str = ""
+
+
+class Occur(Command, frozen=True, tag="O"):
+    """A schedule's waiting occurrence has come: offer `runs` (instants, oldest first), record what is left out, insert `next`.
+
+    Where `at_ms` is none of `runs` it is skipped for `reason`. `missed`: it was due while nothing could fire.
+    """
+
+    tenant: str
+    name: str
+    version: int
+    at_ms: int
+    next: NextRun
+    runs: list[tuple[int, str]]  # (instant, nominal reading or empty)
+    missed: bool = False
+    reason: int = 0
+    left_out: list[tuple[int, int, int, int]] = []  # (first, last, count, reason), without rows
+    decided_ms: int = 0  # the last instant this decides
+
+
+class Rezone(Command, frozen=True, tag="Z"):
+    """New time-zone data: the waiting occurrence `at_ms` moves to `next`, where that differs; the version is noted."""
+
+    tenant: str
+    name: str
+    version: int
+    at_ms: int
+    next: NextRun
+
+
+class StartRun(Command, frozen=True, tag="M"):
+    """A run by hand, at `run_at_ms` or `delay_ms` from the stamp. `fingerprint` not empty: the id came from an Idempotency-Key."""
+
+    job_id: bytes
+    tenant: str
+    name: str
+    run_at_ms: int = -1
+    delay_ms: int = 0
+    payload: bytes | None = None
+    fingerprint: bytes = b""
+    actor: str = ""
+
+
+class Backfill(Command, frozen=True, tag="B"):
+    """A run for each instant that has no job yet, at most 100: (instant, start of its interval, nominal reading or empty)."""
+
+    tenant: str
+    name: str
+    version: int
+    instants: list[tuple[int, int, str]]
+    actor: str = ""
+
+
 AnyCommand = (
     Create | Update | Cancel | Fire | Claim | Complete | Extend | Expire | Release | Redrive | Discard | RunNow | Purge
-    | PutQueue | PauseQueue
+    | PutQueue | PauseQueue | PutSchedule | DropSchedule | PauseSchedule | Occur | Rezone | StartRun | Backfill
 )  # fmt: skip
 
 
@@ -177,6 +267,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     states: tuple[JobState | None, ...] = ()  # Claim: one per job, None where it could not be claimed
     count: int = 0  # Purge: jobs removed
     cursor: bytes = b""  # Purge: where to go on; empty: the end was reached
+    counts: tuple[int, ...] = ()  # Backfill: runs made, occurrences left out, occurrences that had a job
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):

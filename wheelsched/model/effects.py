@@ -1,4 +1,4 @@
-"""What the leader does because of an applied command. Two kinds are enough: a job changed, and the watermark moved.
+"""What the leader does because of an applied command: a job changed, the watermark moved, settings or a schedule changed.
 
 Everything the leader keeps in memory (timers, ready queues, leases, counters, metrics) follows from these, so that it can be thrown
 away and rebuilt from the rows.
@@ -19,6 +19,12 @@ class JobChanged(msgspec.Struct, frozen=True, gc=False):
     after: JobState | None
 
 
+class JobsCreated(msgspec.Struct, frozen=True, gc=False):
+    """Many jobs were created, one behind the other: as so many `JobChanged("create", None, state)`."""
+
+    states: list[JobState]
+
+
 class Fired(msgspec.Struct, frozen=True, gc=False):
     """The group's watermark now stands at `watermark_ms`."""
 
@@ -32,4 +38,22 @@ class QueueChanged(msgspec.Struct, frozen=True, gc=False):
     queue: str
 
 
-Effect = JobChanged | Fired | QueueChanged
+class ScheduleChanged(msgspec.Struct, frozen=True, gc=False):
+    """A schedule's definition: made, replaced, paused, gone on with, deleted."""
+
+    tenant: str
+    name: str
+
+
+class OccurrencesSkipped(msgspec.Struct, frozen=True, gc=False):
+    """Occurrences that do not run, with the reason (schedules.Reason)."""
+
+    tenant: str
+    name: str
+    reason: int
+    count: int
+    from_ms: int
+    to_ms: int
+
+
+Effect = JobChanged | JobsCreated | Fired | QueueChanged | ScheduleChanged | OccurrencesSkipped

@@ -16,11 +16,12 @@ ATTEMPTS: Final = "attempts"
 DONE: Final = "done"
 INDEX: Final = "index"
 COUNTS: Final = "counts"
+SCHEDULES: Final = "schedules"
 META: Final = "meta"  # the meta group's rows: queues and their settings
 RAFT_LOG: Final = "raft_log"
 RAFT_META: Final = "raft_meta"
 
-STATE_FAMILIES: Final = (JOBS, STATE, ATTEMPTS, DONE, INDEX, COUNTS, META)
+STATE_FAMILIES: Final = (JOBS, STATE, ATTEMPTS, DONE, INDEX, COUNTS, SCHEDULES, META)
 FAMILIES: Final = (*STATE_FAMILIES, RAFT_LOG, RAFT_META)
 META_GROUP: Final = 65_535
 
@@ -31,6 +32,9 @@ _JOBS_RANGE = struct.Struct(">HBQ")
 _STATE = struct.Struct(">H16s")
 _ATTEMPTS = struct.Struct(">H16sI")
 _TIME_ID = struct.Struct(">Q8s8s")
+_RUN = struct.Struct(">H1s16sQ16s")
+_SKIP = struct.Struct(">H1s16sQ")
+_OF_SCHEDULE = struct.Struct(">H1s16s")
 _TIME = struct.Struct(">Q")
 
 
@@ -121,6 +125,54 @@ def prefix_end(prefix: bytes) -> bytes:
 def queue_row_key(tenant: str, queue: str) -> bytes:
     """META family: one row per known queue."""
     return b"%bq%b\0%b" % (_GROUP.pack(META_GROUP), tenant.encode(), queue.encode())
+
+
+# SCHEDULES: after the group a letter tells the kind of row: `d` definition, `c` course, `r` run (empty), `k` left out.
+
+
+def definition_key(group: int, tenant: str, name: str) -> bytes:
+    return b"%bd%b\0%b" % (_GROUP.pack(group), tenant.encode(), name.encode())
+
+
+def definitions_prefix(group: int, tenant: str) -> bytes:
+    return b"%bd%b\0" % (_GROUP.pack(group), tenant.encode())
+
+
+def course_key(group: int, tenant: str, name: str) -> bytes:
+    return b"%bc%b\0%b" % (_GROUP.pack(group), tenant.encode(), name.encode())
+
+
+def courses_prefix(group: int) -> bytes:
+    return _GROUP.pack(group) + b"c"
+
+
+def parse_schedule_key(key: bytes) -> tuple[str, str]:
+    """(tenant, name) of a definition's or a course's key."""
+    tenant, name = key[3:].split(b"\0")
+    return tenant.decode(), name.decode()
+
+
+def run_key(group: int, schedule_id: bytes, at_ms: int, job_id: bytes) -> bytes:
+    """`at_ms`: scheduled_for, or fire_at of a run by hand."""
+    return _RUN.pack(group, b"r", schedule_id, at_ms, job_id)
+
+
+def runs_prefix(group: int, schedule_id: bytes) -> bytes:
+    return _OF_SCHEDULE.pack(group, b"r", schedule_id)
+
+
+def parse_run_key(key: bytes) -> tuple[int, bytes]:
+    """(instant ms, job id)."""
+    _, _, _, at_ms, job_id = _RUN.unpack(key)
+    return at_ms, job_id
+
+
+def skip_key(group: int, schedule_id: bytes, from_ms: int) -> bytes:
+    return _SKIP.pack(group, b"k", schedule_id, from_ms)
+
+
+def skips_prefix(group: int, schedule_id: bytes) -> bytes:
+    return _OF_SCHEDULE.pack(group, b"k", schedule_id)
 
 
 def log_key(group: int, index: int) -> bytes:

@@ -14,6 +14,7 @@ import msgspec
 
 from wheelsched.core.invariants import invariant
 from wheelsched.core.limits import LEASE_MS_DEFAULT, RETENTION_MS_DEFAULT
+from wheelsched.model.schedules import Course, Definition, Run, SkipRow
 from wheelsched.model.states import Outcome, Status
 
 FORMAT: Final = b"\x01"
@@ -64,6 +65,7 @@ class JobState(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timeout_ms: int = 3_600_000
     start_deadline_ms: int = -1  # after fire_at; -1: none
     run_at_ms: int = 0  # as asked for; fire_at is where it was placed
+    run: Run | None = None  # of a schedule
 
 
 class JobSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -144,10 +146,18 @@ _decode_done = msgspec.msgpack.Decoder(DoneRow).decode
 _decode_counts = msgspec.msgpack.Decoder(QueueCounts).decode
 _decode_group = msgspec.msgpack.Decoder(GroupState).decode
 _decode_queue = msgspec.msgpack.Decoder(QueueSettings).decode
+_decode_definition = msgspec.msgpack.Decoder(Definition).decode
+_decode_course = msgspec.msgpack.Decoder(Course).decode
+_decode_skip = msgspec.msgpack.Decoder(SkipRow).decode
+
+AnyRow = JobState | AttemptRow | DoneRow | QueueCounts | GroupState | QueueSettings | Definition | Course | SkipRow
 
 
-def encode_row(row: JobState | AttemptRow | DoneRow | QueueCounts | GroupState | QueueSettings) -> bytes:
+def encode_row(row: AnyRow) -> bytes:
     return FORMAT + _encode(row)
+
+
+encode_body = _encode  # a row without its format byte, for those that put it there themselves
 
 
 def _body(row: bytes) -> memoryview:
@@ -177,6 +187,18 @@ def decode_group(row: bytes) -> GroupState:
 
 def decode_queue(row: bytes) -> QueueSettings:
     return _decode_queue(_body(row))
+
+
+def decode_definition(row: bytes) -> Definition:
+    return _decode_definition(_body(row))
+
+
+def decode_course(row: bytes) -> Course:
+    return _decode_course(_body(row))
+
+
+def decode_skip(row: bytes) -> SkipRow:
+    return _decode_skip(_body(row))
 
 
 # format, version, priority, flags, lengths of tenant and queue, length of spec
@@ -246,6 +268,12 @@ def decode_index(row: bytes) -> tuple[int, int, int]:
 def idempotency_instant_ms(state: JobState) -> int:
     """The instant in a run's idempotency key: of its first run, kept across retries and redrives."""
     return state.key_at_ms or state.fire_at_ms
+
+
+def run_instant_ms(state: JobState) -> int:
+    """Where a run stands among those of its schedule: its occurrence, or when it was asked for by hand."""
+    assert state.run is not None
+    return state.run.scheduled_for_ms if state.run.scheduled_for_ms >= 0 else state.created_at_ms
 
 
 def is_final(state: JobState) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from wheelsched import __version__
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.settings import Settings
+from wheelsched.cron import ZoneData
 from wheelsched.model import keys
 from wheelsched.node.node import Node
 from wheelsched.runtime.clock import RealClock, VirtualClock
@@ -21,16 +23,20 @@ from wheelsched.store.rocks import RocksStore
 
 
 async def open_node(
-    settings: Settings, *, store: Store | None = None, clock: Clock | None = None, rng: Rng | None = None
-) -> Node:
-    """A node with its log replayed and its precise lane loaded, ready for `run`. `store`, `clock` and `rng` are for tests.
+    settings: Settings, *, store: Store | None = None, clock: Clock | None = None, rng: Rng | None = None,
+    read_zones: Callable[[], ZoneData] | None = None,
+) -> Node:  # fmt: skip
+    """A node with its log replayed and its precise lane loaded, ready for `run`. What is not in `settings` is for tests.
 
     Raises what `RocksStore` raises for a data directory that is locked, foreign or corrupt.
     """
     metrics = Metrics(version=__version__)
     opened = store or _open_store(settings, metrics)
     try:
-        node = Node(settings, opened, clock or _open_clock(settings, opened), rng or random.Random(secrets.randbits(256)), metrics)
+        node = Node(
+            settings, opened, clock or _open_clock(settings, opened), rng or random.Random(secrets.randbits(256)), metrics,
+            read_zones or (lambda: _read_zones(settings)),
+        )  # fmt: skip
         await node.start()
     except BaseException:
         opened.close()
@@ -45,6 +51,11 @@ def _open_store(settings: Settings, metrics: Metrics) -> Store:
     cluster = settings.cluster
     identity = Identity(cluster_name=cluster.name, group_count=cluster.group_count, node_id=settings.node.id)
     return RocksStore(data_dir, settings.store, identity=identity, on_sync_s=metrics.fsync.observe)
+
+
+def _read_zones(settings: Settings) -> ZoneData:
+    folder = settings.scheduler.time_zone_dir
+    return ZoneData.of_folder(Path(folder)) if folder else ZoneData.of_package()
 
 
 def _open_clock(settings: Settings, store: Store) -> Clock:

@@ -17,9 +17,13 @@ from wheelsched.core.settings import Settings
 from wheelsched.dispatch.claims import ClaimedJob
 from wheelsched.model.commands import AnyCommand, Reply
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, QueueSettings
+from wheelsched.model.schedules import Course, Definition, SkipRow
 from wheelsched.model.states import Status
 
-__all__ = ["ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "NodeFace", "QueueView", "Readiness"]
+__all__ = [
+    "BackfillCounts", "ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "NodeFace", "Preview", "QueueView",
+    "Readiness", "RunPage", "ScheduleRecord", "ZonesReloaded",
+]  # fmt: skip
 
 
 class JobRecord(msgspec.Struct, frozen=True, gc=False):
@@ -44,6 +48,7 @@ class JobFilter:
     labels: tuple[tuple[str, str], ...] = ()
     from_ms: int = 0
     to_ms: int = 2**62
+    schedule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,52 @@ class HeartbeatReply:
     detail: str
     lease_expires_at_ms: int = 0
     cancel_requested: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """The next instants of a schedule (UTC ms), each as its zone's clock shows it (RFC 3339 with offset), and what may surprise."""
+
+    next_runs: tuple[int, ...]
+    local: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRecord:
+    """A schedule as it is now. `last_run`: the job of its last run, None before the first or once that is purged."""
+
+    definition: Definition
+    course: Course
+    preview: Preview
+    last_run: JobRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    """Runs of a schedule, newest first, and what that stretch left out without a job. `cursor`: opaque bytes, None on the last page."""
+
+    jobs: list[JobRecord]
+    skipped: list[SkipRow]
+    cursor: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class BackfillCounts:
+    """Occurrences of the range: runs made, left out by the overlap policy, and those that had a job already."""
+
+    created: int
+    skipped: int
+    existing: int
+
+
+@dataclass(frozen=True, slots=True)
+class ZonesReloaded:
+    """Time-zone data after a reload: its version, the zones that changed, how many waiting occurrences moved."""
+
+    version: str
+    zones: tuple[str, ...]
+    moved: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +199,51 @@ class NodeFace(Protocol):
     async def put_queue(self, tenant: str, queue: str, settings: QueueSettings, *, actor: str) -> QueueView: ...
 
     async def pause_queue(self, tenant: str, queue: str, paused: bool, *, actor: str) -> QueueView: ...
+
+    # Schedules. A definition is checked by `preview`, which raises InvalidSchedule (pointers from /cron, /time_zone … on); `put_schedule`
+    # relies on it.
+
+    def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview: ...
+
+    async def put_schedule(
+        self, definition: Definition, *, create: bool = False, if_version: int = 0, paused: bool | None = None, actor: str = ""
+    ) -> tuple[ScheduleRecord, bool]:
+        """Create or replace; True where it was created. `paused` None: as it is. `schedule_id`, `version`, times and `paused` of the
+        definition are the node's. Raises NameTaken (`create`), VersionMismatch, IdempotencyKeyReused; NotFound with `if_version`."""
+        ...
+
+    async def read_schedule(self, tenant: str, name: str) -> ScheduleRecord | None: ...
+
+    async def drop_schedule(self, tenant: str, name: str, *, actor: str) -> None:
+        """Raises NotFound."""
+        ...
+
+    async def pause_schedule(self, tenant: str, name: str, paused: bool, *, actor: str) -> ScheduleRecord:
+        """Raises NotFound."""
+        ...
+
+    async def list_schedules(self, tenant: str, *, queue: str, after: str, limit: int) -> tuple[list[ScheduleRecord], str | None]:
+        """By name from the first after `after`, of one queue where that is not empty; the name to go on after, None at the end."""
+        ...
+
+    async def start_run(
+        self, tenant: str, name: str, *, run_at_ms: int, delay_ms: int, payload: bytes | None, key: str, fingerprint: bytes,
+        actor: str,
+    ) -> Reply:
+        """A run by hand (`run_at_ms` -1: after the delay). Refusals: not-found, concurrency-limit, idempotency-key-reused."""
+        ...
+
+    async def backfill(self, tenant: str, name: str, *, from_ms: int, to_ms: int, actor: str) -> BackfillCounts:
+        """A run for each occurrence in [from, to) without a job. Raises NotFound, or InvalidRequest for a range too large."""
+        ...
+
+    async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
+        """None: no such schedule."""
+        ...
+
+    async def reload_zones(self) -> ZonesReloaded:
+        """Read the time-zone data again and move the waiting occurrences of zones that changed."""
+        ...
 
     async def advance_clock(self, to_ms: int) -> int:
         """Virtual clock only: fire everything on the way, each at its instant; return the new now. Raises `NotFound` with a real clock."""

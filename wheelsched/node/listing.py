@@ -121,5 +121,8 @@ class Listing:
     def _matches(self, record: JobRecord, wanted: JobFilter) -> bool:
         if wanted.statuses and record.status not in wanted.statuses:
             return False
+        run = record.state.run
+        if wanted.schedule and (run is None or run.schedule != wanted.schedule):
+            return False
         labels = record.spec.labels
         return all(labels.get(key) == value for key, value in wanted.labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -17,11 +17,26 @@ from wheelsched.core.errors import NotFound, QuotaExceeded, StaleLease, Unavaila
 from wheelsched.core.ids import format_job_id, group_of, new_job_id
 from wheelsched.core.invariants import invariant
 from wheelsched.core.settings import Settings
+from wheelsched.cron import ZoneData
 from wheelsched.dispatch import Dispatcher
 from wheelsched.dispatch.leases import Lease
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
-from wheelsched.model.commands import AnyCommand, Complete, Create, Extend, PauseQueue, PutQueue, Reply
+from wheelsched.model.commands import (
+    AnyCommand,
+    Backfill,
+    Cancel,
+    Complete,
+    Create,
+    Extend,
+    PauseQueue,
+    PutQueue,
+    PutSchedule,
+    Reply,
+    RunNow,
+    StartRun,
+    Update,
+)
 from wheelsched.model.effects import Effect
 from wheelsched.model.rows import (
     AttemptRow,
@@ -35,9 +50,24 @@ from wheelsched.model.rows import (
     encode_row,
     split_job,
 )  # fmt: skip
+from wheelsched.model.schedules import Definition
 from wheelsched.model.states import FINAL, LEASED, Status, status_of
-from wheelsched.node.face import ClaimedJob, HeartbeatReply, JobFilter, JobPage, JobRecord, QueueView, Readiness
+from wheelsched.node.face import (
+    BackfillCounts,
+    ClaimedJob,
+    HeartbeatReply,
+    JobFilter,
+    JobPage,
+    JobRecord,
+    Preview,
+    QueueView,
+    Readiness,
+    RunPage,
+    ScheduleRecord,
+    ZonesReloaded,
+)
 from wheelsched.node.listing import Listing
+from wheelsched.node.schedules import Schedules
 from wheelsched.replica import Replicas
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.runtime.lag import LoopLag
@@ -54,6 +84,8 @@ UPKEEP_INTERVAL_S = 0.25
 TRIM_PREFIXES = 2
 # A dispatcher that has not swept its wheels for this long is stuck, whatever the API can still answer.
 STUCK_MS = 5_000
+# An installer writes file by file: data that is the same after this long is complete.
+ZONES_SETTLE_S = 2.0
 # A node that can talk but not write is worse than none: whoever waits for it would wait for ever.
 SYNC_STALL_MS = 30_000
 # Steps of a virtual clock without getting anywhere mean a bug, not a busy year.
@@ -67,7 +99,9 @@ class Node:
 
     CLOCK_KEY = b"C"  # raft_meta: last instant of a virtual clock
 
-    def __init__(self, settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics, read_zones: Callable[[], ZoneData]
+    ) -> None:
         self.settings = settings
         self.clock = clock
         self.rng = rng
@@ -79,8 +113,13 @@ class Node:
         self._replicas = Replicas(store, RaftLog(store, groups), clock, groups, on_effects=self._on_effects)
         self._replicas.on_commit_ms = lambda ms: metrics.commit_latency.observe(ms / 1000)
         self.dispatcher = Dispatcher(
-            store, self._heads, self._replicas, clock, rng, settings.scheduler, metrics, group_count=self._group_count
+            store, self._heads, self._replicas, clock, rng, settings.scheduler, metrics, read_zones(), group_count=self._group_count
         )
+        self._read_zones = read_zones
+        self._schedules = Schedules(
+            store, self.dispatcher, clock, rng, self._propose_to, group_count=self._group_count,
+            record_queue=self._record_queue_once, complete=self._complete_record,
+        )  # fmt: skip
         self._listing = Listing(store, self._heads, self._group_count, self._complete_record, self._finished_record)
         self._lag = LoopLag()
         self._recorded_queues: set[tuple[str, str]] = set()
@@ -115,6 +154,7 @@ class Node:
                     tasks.create_task(self.dispatcher.run(), name="dispatcher"),
                     tasks.create_task(self._lag.run(), name="lag"),
                     tasks.create_task(self._upkeep(), name="upkeep"),
+                    tasks.create_task(self._watch_zones(), name="time zones"),
                 ]
                 await self._stop.wait()
                 # Dispatch ends first: a timer that fires or a lease that runs out meanwhile could not be proposed any more.
@@ -175,7 +215,13 @@ class Node:
             raise Unavailable("the node is overloaded; try again in a moment", retry_after_s=1)
 
     async def propose(self, command: AnyCommand) -> Reply:
+        if isinstance(command, (Cancel, RunNow, Update)):
+            return await self._schedules.propose_on_job(command)
         return (await self.propose_many((command,)))[0]
+
+    async def _propose_to(self, group: int, command: AnyCommand) -> Reply:
+        urgent = not isinstance(command, (PutSchedule, StartRun, Backfill))
+        return (await asyncio.shield(self._replicas.propose(group, command, urgent=urgent).future))[0]
 
     async def propose_many(self, commands: Sequence[AnyCommand]) -> list[Reply]:
         group_count = self._group_count
@@ -189,6 +235,10 @@ class Node:
             routed.append((group_of(command.job_id, group_count), command))  # type: ignore[union-attr]  # commands of one job
         # A caller that hangs up does not undo its command: shield the batch, others may wait on it.
         return await asyncio.shield(self._replicas.propose_many(routed, urgent=urgent).future)
+
+    def _record_queue_once(self, tenant: str, name: str) -> None:
+        if (tenant, name) not in self._recorded_queues:
+            self._record_queue(tenant, name)
 
     def _record_queue(self, tenant: str, name: str) -> QueueMemory:
         """A queue exists from its first job or claim on: remember it in the meta group."""
@@ -357,6 +407,61 @@ class Node:
         await asyncio.shield(self._replicas.propose(keys.META_GROUP, command, urgent=True).future)
         return self._view(self.dispatcher.queues.ensure(tenant, queue))
 
+    # Schedules.
+
+    def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview:
+        return self._schedules.preview(definition, after_ms=after_ms, count=count)
+
+    async def put_schedule(
+        self, definition: Definition, *, create: bool = False, if_version: int = 0, paused: bool | None = None, actor: str = ""
+    ) -> tuple[ScheduleRecord, bool]:
+        return await self._schedules.put(definition, create=create, if_version=if_version, paused=paused, actor=actor)
+
+    async def read_schedule(self, tenant: str, name: str) -> ScheduleRecord | None:
+        return self._schedules.read(tenant, name)
+
+    async def drop_schedule(self, tenant: str, name: str, *, actor: str) -> None:
+        await self._schedules.drop(tenant, name, actor=actor)
+
+    async def pause_schedule(self, tenant: str, name: str, paused: bool, *, actor: str) -> ScheduleRecord:
+        return await self._schedules.pause(tenant, name, paused, actor=actor)
+
+    async def list_schedules(self, tenant: str, *, queue: str, after: str, limit: int) -> tuple[list[ScheduleRecord], str | None]:
+        return await self._schedules.page(tenant, queue=queue, after=after, limit=limit)
+
+    async def start_run(
+        self, tenant: str, name: str, *, run_at_ms: int, delay_ms: int, payload: bytes | None, key: str, fingerprint: bytes,
+        actor: str,
+    ) -> Reply:  # fmt: skip
+        return await self._schedules.start_run(
+            tenant, name, run_at_ms=run_at_ms, delay_ms=delay_ms, payload=payload, key=key, fingerprint=fingerprint, actor=actor
+        )
+
+    async def backfill(self, tenant: str, name: str, *, from_ms: int, to_ms: int, actor: str) -> BackfillCounts:
+        return await self._schedules.backfill(tenant, name, from_ms=from_ms, to_ms=to_ms, actor=actor)
+
+    async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
+        return await self._schedules.runs(tenant, name, cursor=cursor, limit=limit)
+
+    async def reload_zones(self) -> ZonesReloaded:
+        return await self._schedules.use_zones(await asyncio.to_thread(self._read_zones), forced=True)
+
+    async def _watch_zones(self) -> None:
+        """Waiting occurrences follow newer time-zone data, at the start and when the installed copy changes."""
+        if not self._schedules.has_used(self.dispatcher.timetable.zones):
+            await self._schedules.use_zones(self.dispatcher.timetable.zones, forced=False)
+        while True:
+            await asyncio.sleep(self.settings.scheduler.zone_check_interval_s)
+            if await asyncio.to_thread(self.dispatcher.timetable.zones.is_current):
+                continue
+            try:
+                fresh = await asyncio.to_thread(self._read_zones)
+                await asyncio.sleep(ZONES_SETTLE_S)
+                if await asyncio.to_thread(fresh.is_current):
+                    await self._schedules.use_zones(fresh, forced=True)
+            except (OSError, ValueError) as error:
+                log.warning("zones_unreadable", error=str(error), remedy="repair the time-zone data; the one in memory stays in use")
+
     # The virtual clock.
 
     @property
@@ -408,6 +513,7 @@ class Node:
             "clock": "virtual" if self.clock_is_virtual else "real",
             "loaded": self.dispatcher.is_loaded,
             "queues": len(self.dispatcher.queues),
+            "time_zone_data": self._schedules.zone_version,
             "timers": {"count": dispatch.timers, "bytes": dispatch.timer_bytes},
             "ready_jobs": {"count": dispatch.ready, "bytes": dispatch.ready_bytes},
             "in_flight": dispatch.in_flight,
@@ -434,6 +540,8 @@ class Node:
             dispatch_lag_s=self.dispatcher.firing.lag_ms() / 1000,
             store_writable=store.writable,
             disk_free_bytes=store.disk_free_bytes,
+            occurrences_due=len(self.dispatcher.occurrences),
+            zone_version=self._schedules.zone_version,
         )
 
     def _queue_gauges(self, queue: QueueMemory, now_ms: int) -> QueueGauges:

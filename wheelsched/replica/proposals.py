@@ -5,7 +5,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from wheelsched.model.commands import AnyCommand, Complete, Create, Fire, Redrive, Reply, RunNow, Update
+from wheelsched.model.commands import (
+    AnyCommand,
+    Backfill,
+    Complete,
+    Create,
+    Fire,
+    Occur,
+    PutSchedule,
+    Redrive,
+    Reply,
+    RunNow,
+    StartRun,
+    Update,
+)
 
 
 class Batch:
@@ -49,6 +62,10 @@ def command_bytes(command: AnyCommand) -> int:
         return 64 + len(command.error) + len(command.result)
     if isinstance(command, Update):
         return 128 + len(command.payload or b"")
+    if isinstance(command, PutSchedule):
+        return 128 + len(command.definition)
+    if isinstance(command, StartRun):
+        return 128 + len(command.payload or b"")
     return 96
 
 
@@ -57,11 +74,11 @@ def may_be_due(command: AnyCommand, stamp_ms: int) -> bool:
 
     Wrongly true costs a few bytes; wrongly false costs the job one more turn, since its timer fires at the next sweep anyway.
     """
-    if isinstance(command, (Create, Update)):
+    if isinstance(command, (Create, Update, StartRun)):
         return command.run_at_ms <= stamp_ms and command.delay_ms <= 0
     if isinstance(command, Redrive):
         return command.delay_ms <= 0
-    return isinstance(command, RunNow)
+    return isinstance(command, (RunNow, Occur, Backfill))
 
 
 def bounded_by(fire: Fire, stamp_ms: int) -> Fire:

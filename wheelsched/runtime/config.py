@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,10 +21,21 @@ import msgspec
 import yaml
 from msgspec import inspect
 
-from wheelsched.core.settings import Settings
+from wheelsched.core.settings import Settings, raft_ids, split_address
 
 ENVIRONMENT_PREFIX: Final = "WHEELSCHED_"
-Value = str | int | float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One element of a setting that is a list: its texts by name, and where it stands."""
+
+    where: str
+    texts: Mapping[str, str]
+
+
+Rows = tuple[Row, ...]
+Value = str | int | float | Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +84,53 @@ class Key:
             case inspect.FloatType(gt=low) if low is not None:
                 return f"above {low:g}"
             case inspect.StrType(pattern=pattern) if pattern:
-                return "1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
+                return _pattern_in_words(pattern)
+            case inspect.VarTupleType(item_type=inspect.StructType(fields=fields)):
+                return f"a list of {{{', '.join(f'{item.name}: …' for item in fields)}}}"
         return ""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Pattern of each field by name, of a key that is a list; else empty."""
+        found: dict[str, str] = {}
+        if isinstance(self.type, inspect.VarTupleType) and isinstance(self.type.item_type, inspect.StructType):
+            for item in self.type.item_type.fields:
+                kind = item.type.type if isinstance(item.type, inspect.Metadata) else item.type
+                assert isinstance(kind, inspect.StrType) and kind.pattern, "fields of a list are texts with a pattern"
+                found[item.name] = kind.pattern
+        return found
+
+
+def _pattern_in_words(pattern: str) -> str:
+    if "[0-9]{1,5}" in pattern:
+        return "host:port, like 10.0.0.1:7080 or [fd00::1]:7080"
+    return "1 to 128 of A-Z a-z 0-9 . _ -, starting with a letter or digit"
 
 
 def _keys() -> dict[str, Key]:
     tree = inspect.type_info(Settings)
     assert isinstance(tree, inspect.StructType)
-    keys = {}
-    for section in tree.fields:
-        assert isinstance(section.type, inspect.StructType)
-        for item in section.type.fields:
+    keys: dict[str, Key] = {}
+
+    def collect(prefix: str, fields: tuple[inspect.Field, ...]) -> None:
+        for item in fields:
             kind, description = item.type, ""
             if isinstance(kind, inspect.Metadata):
                 description, kind = (kind.extra_json_schema or {}).get("description", ""), kind.type
-            name = f"{section.name}.{item.name}"
-            keys[name] = Key(name, item.default, description, kind)
+            name = f"{prefix}{item.name}"
+            if isinstance(kind, inspect.StructType):
+                SECTIONS[name] = description
+                collect(f"{name}.", kind.fields)
+            else:
+                keys[name] = Key(name, item.default, description, kind)
+
+    collect("", tree.fields)
     return keys
 
 
+# Dotted names of the tree's inner nodes, with what they are for.
+SECTIONS: Final[dict[str, str]] = {}
 KEYS: Final = _keys()
-SECTIONS: Final = tuple(dict.fromkeys(name.split(".")[0] for name in KEYS))
 
 
 def load_settings(
@@ -114,7 +152,9 @@ def load_settings(
                 faults.append(Fault(where, value.text))
                 continue
             values[name], origins[name] = value, where
-    settings = _build(values)
+            if isinstance(value, tuple):
+                origins |= {f"{name}[{number}]": row.where for number, row in enumerate(value)}
+    settings = _with_own_address(_build(values), values)
     default_origin = str(path) if path else "settings"
     faults += [Fault(origins.get(name, default_origin), message) for name, message in _contradictions(settings)]
     if faults:
@@ -148,15 +188,25 @@ def reference_yaml() -> str:
         "# Leave out what you do not change. An environment variable wins over the file: WHEELSCHED_HTTP__PORT=9000",
         "# (or WHEELSCHED_HTTP_PORT) stands for http.port.",
     ]
-    for section in SECTIONS:
-        lines += ["", f"{section}:"]
-        for key in (key for name, key in KEYS.items() if name.split(".")[0] == section):
-            bounds = f" ({key.bounds})" if key.bounds else ""
-            lines += [f"  # {key.description}{bounds}", f"  {key.name.split('.')[1]}: {_yaml_text(key.default)}"]
+    told: set[str] = set()
+    for key in KEYS.values():
+        *sections, last = key.name.split(".")
+        for depth in range(1, len(sections) + 1):
+            section = ".".join(sections[:depth])
+            if section not in told:
+                told.add(section)
+                indent = "  " * (depth - 1)
+                lines += [""] if depth == 1 else [f"{indent}# {SECTIONS[section]}"]
+                lines.append(f"{indent}{sections[depth - 1]}:")
+        indent, bounds = "  " * len(sections), f" ({key.bounds})" if key.bounds else ""
+        lines += [f"{indent}# {key.description}{bounds}", f"{indent}{last}: {_yaml_text(key.default)}"]
     return "\n".join(lines) + "\n"
 
 
 def _yaml_text(value: Value) -> str:
+    if isinstance(value, tuple):
+        assert not value, "a list is empty by default"
+        return "[]"
     return f'"{value}"' if isinstance(value, str) and not value[:1].isalnum() else str(value)
 
 
@@ -190,19 +240,85 @@ def _items_of(text: str, file: str, faults: list[Fault]) -> Iterator[_Item]:
     except yaml.YAMLError as error:
         faults.append(Fault(file, f"is not YAML: {error}"))
         return
-    if root is None:
-        return
-    for section, body in _pairs(root, "", fault):
-        if section not in SECTIONS:
-            fault(body.key, f"{section} is not a setting; {_nearest(section, SECTIONS)}")
-        elif not _is_empty(body.value):
-            for name, item in _pairs(body.value, section + ".", fault):
-                if name not in KEYS:
-                    fault(item.key, f"{name} is not a setting; {_nearest(name, tuple(KEYS))}")
-                elif not isinstance(item.value, yaml.ScalarNode):
-                    fault(item.value, f"{name} takes one value, not a {type(item.value).__name__.removesuffix('Node').lower()}")
-                else:
-                    yield f"{file}:{item.value.start_mark.line + 1}", name, item.value.value
+    if root is not None:
+        yield from _items_below(root, "", file, fault)
+
+
+_Fault = Callable[[yaml.Node, str], None]
+
+
+def _items_below(node: yaml.Node, prefix: str, file: str, fault: _Fault) -> Iterator[_Item]:
+    for name, pair in _pairs(node, prefix, fault):
+        where = f"{file}:{pair.value.start_mark.line + 1}"
+        key = KEYS.get(name)
+        if name in SECTIONS:
+            if not _is_empty(pair.value):
+                yield from _items_below(pair.value, name + ".", file, fault)
+        elif key is None:
+            fault(pair.key, f"{name} is not a setting; {_nearest(name, tuple(KEYS) if prefix else tuple(SECTIONS))}")
+        elif fields := key.fields:
+            if not _is_empty(pair.value):
+                yield where, name, _rows(pair.value, key, fields, file, fault)
+        elif not isinstance(pair.value, yaml.ScalarNode):
+            fault(pair.value, f"{name} takes one value, not a {_shape(pair.value)}")
+        else:
+            yield where, name, pair.value.value
+
+
+def _shape(node: yaml.Node) -> str:
+    return type(node).__name__.removesuffix("Node").lower()
+
+
+def _rows(node: yaml.Node, key: Key, fields: Mapping[str, str], file: str, fault: _Fault) -> Rows:
+    """The elements of a list, those with a fault left out."""
+    if not isinstance(node, yaml.SequenceNode):
+        fault(node, f"{key.name} takes {key.bounds}, not a {_shape(node)}")
+        return ()
+    rows = []
+    for number, element in enumerate(node.value):
+        complaints: list[tuple[yaml.Node, str]] = []
+        texts = _texts(element, f"{key.name}[{number}]", fields, complaints)
+        for place, text in complaints:
+            fault(place, text)
+        if not complaints:
+            rows.append(Row(f"{file}:{element.start_mark.line + 1}", texts))
+    return tuple(rows)
+
+
+def _texts(element: yaml.Node, name: str, fields: Mapping[str, str], complaints: list[tuple[yaml.Node, str]]) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for dotted, pair in _pairs(element, f"{name}.", lambda node, text: complaints.append((node, text))):
+        field = dotted.removeprefix(f"{name}.")
+        pattern = fields.get(field)
+        if pattern is None:
+            complaints.append((pair.key, f"{dotted} is not a setting; {_nearest(field, tuple(fields))}"))
+        elif not isinstance(pair.value, yaml.ScalarNode):
+            complaints.append((pair.value, f"{dotted} takes one value, not a {_shape(pair.value)}"))
+        elif not re.search(pattern, pair.value.value):
+            complaints.append((pair.value, f"{dotted} {pair.value.value!r} is not {_pattern_in_words(pattern)}"))
+        else:
+            texts[field] = pair.value.value
+    missing = [field for field in fields if field not in texts]
+    if missing and not complaints:
+        complaints.append((element, f"{name} lacks {' and '.join(missing)}; it needs {', '.join(fields)}"))
+    return texts
+
+
+def _rows_of_text(key: Key, text: str, where: str, faults: list[Fault]) -> Rows:
+    """A list that is given as one text, from the environment: YAML in one line."""
+    try:
+        extras = [message for _, message in _extras_of(text)]
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError:
+        faults.append(Fault(where, f"{key.name} is not YAML; write it in one line, like [{{id: n1, …}}, …]"))
+        return ()
+    if extras:
+        faults += [Fault(where, message) for message in extras]
+        return ()
+    if node is None or _is_empty(node):
+        return ()
+    rows = _rows(node, key, key.fields, where, lambda _, message: faults.append(Fault(where, message)))
+    return tuple(Row(where, row.texts) for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +327,7 @@ class _Pair:
     value: yaml.Node
 
 
-def _pairs(node: yaml.Node, prefix: str, fault: Callable[[yaml.Node, str], None]) -> Iterator[tuple[str, _Pair]]:
+def _pairs(node: yaml.Node, prefix: str, fault: _Fault) -> Iterator[tuple[str, _Pair]]:
     if not isinstance(node, yaml.MappingNode):
         what = prefix.rstrip(".") or "the file"
         fault(node, f"{what} must hold keys and values, like `{prefix or 'http.'}{'port: 8080' if not prefix else '…'}`")
@@ -247,10 +363,12 @@ def _extras_of(text: str) -> Iterator[tuple[int, str]]:
 def _from_environment(environment: Mapping[str, str], faults: list[Fault]) -> Iterator[_Item]:
     known = {key.environment: name for name, key in KEYS.items()}
     known |= {variable.replace("__", "_"): name for variable, name in known.items()}
-    sections = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS)
+    sections = tuple(f"{ENVIRONMENT_PREFIX}{section.upper()}_" for section in SECTIONS if "." not in section)
     for variable, text in sorted(environment.items()):
         if variable in known:
-            yield f"environment {variable}", known[variable], text
+            where, name = f"environment {variable}", known[variable]
+            value: Value = _rows_of_text(KEYS[name], text, where, faults) if KEYS[name].fields else text
+            yield where, name, value
         elif variable.startswith(sections):
             # Other variables of the prefix are not settings (WHEELSCHED_URL, WHEELSCHED_PURE); these are meant to be.
             faults.append(Fault("environment", f"{variable} is not a setting; {_nearest(variable, tuple(known))}"))
@@ -276,6 +394,8 @@ class _Refusal:
 
 def _read_value(key: Key, given: Value) -> Value | _Refusal:
     """The value of a key, or why it cannot be one."""
+    if isinstance(given, tuple):
+        return given
     text = str(given).strip()
     match key.type:
         case inspect.IntType():
@@ -293,12 +413,12 @@ def _read_value(key: Key, given: Value) -> Value | _Refusal:
     return text
 
 
-def _read_number(key: Key, text: str, kind: Callable[[str], Value], what: str) -> Value | _Refusal:
+def _read_number(key: Key, text: str, kind: Callable[[str], int | float], what: str) -> Value | _Refusal:
     try:
         value = kind(text)
     except ValueError:
         return _Refusal(f"{key.name} {text!r} is not {what} ({key.bounds}; default {key.default})")
-    assert isinstance(key.type, inspect.IntType | inspect.FloatType) and isinstance(value, int | float)
+    assert isinstance(key.type, inspect.IntType | inspect.FloatType)
     if value != value or value in (float("inf"), float("-inf")):
         return _Refusal(f"{key.name} {text} is not a number ({key.bounds}; default {key.default})")
     if key.type.ge is not None and value < key.type.ge:
@@ -316,11 +436,24 @@ def _annotated(key: Key) -> Any:
 
 
 def _build(values: Mapping[str, Value]) -> Settings:
-    tree: dict[str, dict[str, Value]] = {}
+    tree: dict[str, Any] = {}
     for name, value in values.items():
-        section, item = name.split(".")
-        tree.setdefault(section, {})[item] = value
+        *sections, last = name.split(".")
+        inner = tree
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[last] = [row.texts for row in value] if isinstance(value, tuple) else value
     return msgspec.convert(tree, Settings)
+
+
+def _with_own_address(settings: Settings, values: Mapping[str, Value]) -> Settings:
+    """A node of a cluster listens where the others are told it is, unless `http` says otherwise (behind a proxy or a NAT)."""
+    own = next((node for node in settings.cluster.nodes if node.id == settings.node.id), None)
+    if own is None:
+        return settings
+    host, port = split_address(own.http)
+    given = {name: values.get(f"http.{name}", default) for name, default in (("host", host), ("port", port))}
+    return msgspec.structs.replace(settings, http=msgspec.structs.replace(settings.http, **given))
 
 
 def _contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
@@ -329,6 +462,7 @@ def _contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
     if groups & (groups - 1):
         below = 1 << (groups.bit_length() - 1)
         yield "cluster.group_count", f"cluster.group_count {groups} is not a power of two; take {below} or {below * 2}"
+    yield from _cluster_contradictions(settings)
     if settings.auth.mode == "none" and not is_loopback(settings.http.host):
         yield (
             "http.host",
@@ -352,6 +486,52 @@ def _contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
         yield (
             "clock.start",
             (f"clock.start {settings.clock.start!r} is not an RFC 3339 instant with an offset, like 2026-11-01T07:00:00Z"),
+        )
+
+
+def _cluster_contradictions(settings: Settings) -> Iterator[tuple[str, str]]:
+    cluster = settings.cluster
+    tls = {name: getattr(cluster.tls, name) for name in ("cert_file", "key_file", "ca_file")}
+    if any(tls.values()) and not all(tls.values()):
+        empty = [f"cluster.tls.{name}" for name, value in tls.items() if not value]
+        yield empty[0], f"{' and '.join(empty)} {'is' if len(empty) == 1 else 'are'} empty; mutual TLS needs all three files"
+    if not cluster.nodes:
+        return
+    ids = [node.id for node in cluster.nodes]
+    seen: dict[str, str] = {}
+    for number, node in enumerate(cluster.nodes):
+        place = f"cluster.nodes[{number}]"
+        if node.id in ids[:number]:
+            yield place, f"{place}.id {node.id} stands here twice, first as cluster.nodes[{ids.index(node.id)}]; every node needs its own"
+        for kind, address in (("http", node.http), ("peer", node.peer)):
+            port = split_address(address)[1]
+            if not 1 <= port <= 65_535:
+                yield place, f"{place}.{kind} {address} has no port that others could reach; allowed: 1 to 65,535"
+            elif address in seen:
+                yield place, f"{place}.{kind} {address} is already {seen[address]}; every address needs its own port"
+            else:
+                seen[address] = f"{place}.{kind}"
+    try:
+        raft_ids(dict.fromkeys(ids))
+    except ValueError as error:
+        yield "cluster.nodes", f"cluster.nodes: {error}"
+    if settings.node.id not in ids:
+        yield (
+            "node.id",
+            f"node.id {settings.node.id} is not among cluster.nodes ({', '.join(ids)}); say which one this is with --node or node.id",
+        )
+    if cluster.replication_factor > len(ids):
+        fitting = len(ids) - 1 + len(ids) % 2
+        yield (
+            "cluster.replication_factor",
+            f"cluster.replication_factor {cluster.replication_factor} is above the {len(ids)} of cluster.nodes; "
+            f"set it to {fitting} or add nodes",
+        )
+    elif cluster.replication_factor % 2 == 0:
+        below = cluster.replication_factor - 1
+        yield (
+            "cluster.replication_factor",
+            f"cluster.replication_factor {below + 1} survives no more failures than {below}; take {below} or {below + 2}",
         )
 
 

@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from wheelsched.model.schedules import REASONS, Reason
 from wheelsched.model.states import Lane, Outcome, Status
 from wheelsched.wheel import NATIVE
 
@@ -152,6 +153,8 @@ class Gauges:
     dispatch_lag_s: float = 0.0
     store_writable: bool = True
     disk_free_bytes: int = 0
+    occurrences_due: int = 0
+    zone_version: str = ""
 
 
 @dataclass(slots=True)
@@ -166,6 +169,7 @@ class Metrics:
     lease_expired: int = 0
     stale_completions: int = 0
     audit_repairs: int = 0
+    occurrences_skipped: list[int] = field(default_factory=lambda: [0] * len(Reason))
 
     queue_labels: QueueLabels = field(default_factory=QueueLabels)
     jobs_finished: CounterByQueue = field(init=False)
@@ -222,6 +226,12 @@ class _Families:
         for queue, status, count in metrics.jobs_finished.rows():
             finished.add_metric((queue, Status(status).name), count)
         yield finished
+        skipped = CounterMetricFamily(
+            PREFIX + "occurrences_skipped", "Occurrences of schedules that did not run, by why.", labels=("reason",)
+        )
+        for reason, count in zip(REASONS, metrics.occurrences_skipped, strict=True):
+            skipped.add_metric((reason,), count)
+        yield skipped
         attempts = CounterMetricFamily(PREFIX + "attempts", "Attempts that ended, by outcome.", labels=("outcome",))
         for outcome in Outcome:
             if outcome not in (Outcome.NONE, Outcome.RUNNING):
@@ -251,8 +261,12 @@ class _Families:
             ("dispatch_lag_seconds", "Now minus the instant up to which has been fired.", gauges.dispatch_lag_s),
             ("store_writable", "1 while new jobs are taken, 0 when the disk is too full.", float(gauges.store_writable)),
             ("disk_free_bytes", "Free space where the data is.", gauges.disk_free_bytes),
+            ("occurrences_due_backlog", "Occurrences of schedules that have come and are not decided yet.", gauges.occurrences_due),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        zones = GaugeMetricFamily(PREFIX + "time_zone_data_info", "Version of the time-zone data; always 1.", labels=("version",))
+        zones.add_metric((gauges.zone_version,), 1)
+        yield zones
         yield from self._queue_gauges(gauges.queues)
 
     def _queue_gauges(self, queues: Iterable[QueueGauges]) -> Iterator[Metric]:

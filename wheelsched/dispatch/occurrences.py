@@ -1,0 +1,199 @@
+"""Occurrences of schedules that have come: decided a slice at a time, each with its successor in the same command.
+
+Plain jobs fire by the watermark, a hundred thousand for one row. An occurrence costs some ten rows, so however many are due, a
+slice of them takes its turn beside everything else and none waits behind all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from wheelsched.core.clock import Clock
+from wheelsched.core.errors import InvalidSchedule
+from wheelsched.dispatch.timers import Special
+from wheelsched.dispatch.timetable import Timetable
+from wheelsched.engine.schedules import OUTDATED
+from wheelsched.model import keys
+from wheelsched.model.commands import AnyCommand
+from wheelsched.model.rows import JobState, decode_course, decode_definition, decode_state
+from wheelsched.model.schedules import Course, Definition, Overlap, Phase
+from wheelsched.replica import Replicas
+from wheelsched.store import Store
+
+# Rows of so many are read, decided and proposed at once: about 10 ms of the loop, in several turns.
+SLICE: Final = 128
+# After a start, workers get this long to report what ended meanwhile, before an overlap with it is decided.
+REPORT_MS: Final = 2_000
+TRIES_MAX: Final = 20
+# Firing that stood still for longer was an outage: what was due meanwhile is missed, not late.
+OUTAGE_MS: Final = 30_000
+
+_NEXT = int(Phase.NEXT)
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Waiting:
+    group: int
+    special: Special
+    tries: int = 0
+
+
+class Occurrences:
+    """Decides the waiting occurrences of this node's groups when they have come."""
+
+    def __init__(
+        self, store: Store, replicas: Replicas, clock: Clock, timetable: Timetable, *, group_of_schedule: Callable[[str, str], int],
+        by_itself: bool,
+    ) -> None:  # fmt: skip
+        """`by_itself` False: nothing is decided but in `turn` and `decide_now`; time stands still between the steps of a test."""
+        self._store = store
+        self._replicas = replicas
+        self._clock = clock
+        self._timetable = timetable
+        self._group_of_schedule = group_of_schedule
+        self._by_itself = by_itself
+        self._queue: deque[_Waiting] = deque()
+        self._named: set[bytes] = set()  # job ids in the queue or under way
+        self._wake = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._began_mono_ms = 0
+        self.began_ms = 0
+
+    def begin(self) -> None:
+        """Firing begins, or goes on after an outage: what was due before this instant was missed."""
+        self.began_ms = self._clock.wall_ms()
+        self._began_mono_ms = self._clock.mono_ms()
+
+    def step_back(self, now_ms: int) -> None:
+        """The wall clock was set back; the timers are loaded anew."""
+        self.began_ms = min(self.began_ms, now_ms)
+        self._queue.clear()
+        self._named.clear()
+
+    def add(self, group: int, named: Sequence[Special]) -> None:
+        for special in named:
+            if special.job_id not in self._named:
+                self._named.add(special.job_id)
+                self._queue.append(_Waiting(group, special))
+        self._wake.set()
+
+    def __contains__(self, job_id: bytes) -> bool:
+        return job_id in self._named
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._by_itself:
+                while self._queue:
+                    await self._slice()
+                    await asyncio.sleep(0)
+
+    async def turn(self) -> bool:
+        """Decide a slice; False where nothing waits."""
+        if not self._queue:
+            return False
+        await self._slice()
+        return True
+
+    async def decide_now(self, tenant: str, name: str) -> None:
+        """Decide a schedule's waiting occurrence if it has come, before something else is done to the schedule."""
+        group = self._group_of_schedule(tenant, name)
+        for _ in range(TRIES_MAX):
+            found = self._timetable.read(group, tenant, name)
+            now_ms = self._clock.wall_ms()
+            if found is None or found[0].paused or found[1].next_at_ms == -1 or found[1].next_fire_at_ms > now_ms:
+                return
+            command = self._timetable.decide(*found, now_ms=now_ms, began_ms=self.began_ms, check=True)
+            await self._replicas.propose_many(((group, command),), own=True).future
+
+    async def _slice(self) -> None:
+        async with self._turn:
+            taken = [self._queue.popleft() for _ in range(min(SLICE, len(self._queue)))]
+            try:
+                await self._decide(taken)
+            except BaseException:
+                self._named.difference_update(item.special.job_id for item in taken)
+                raise
+
+    async def _decide(self, taken: list[_Waiting]) -> None:
+        now_ms = self._clock.wall_ms()
+        proposed: list[_Waiting] = []
+        commands: list[tuple[int, AnyCommand]] = []
+        deferred: list[_Waiting] = []
+        for item, definition, course in self._read(taken):
+            if course.next_fire_at_ms > now_ms:
+                self._again(item)  # the clock was set back meanwhile
+                continue
+            if self._must_wait_for_reports(definition, course):
+                deferred.append(item)
+                continue
+            try:
+                decided = self._timetable.decide(definition, course, now_ms=now_ms, began_ms=self.began_ms, check=item.tries > 0)
+            except InvalidSchedule as error:  # accepted once, under time-zone data or a grammar that this node lacks
+                self._named.discard(item.special.job_id)
+                log.error("occurrence_not_decided", schedule=definition.name, error=str(error), remedy="install newer time-zone data")
+                continue
+            commands.append((item.group, decided))
+            proposed.append(item)
+        if commands:
+            replies = await self._replicas.propose_many(commands, own=True).future
+            for item, reply in zip(proposed, replies, strict=True):
+                if reply.refusal == OUTDATED:
+                    self._again(item)
+                else:
+                    self._named.discard(item.special.job_id)
+        if deferred:
+            self._queue.extend(deferred)
+            if len(deferred) == len(taken):
+                await asyncio.sleep(0.05)
+
+    def _read(self, taken: list[_Waiting]) -> list[tuple[_Waiting, Definition, Course]]:
+        """The schedules of what is still their next occurrence; the rest has moved on."""
+        states = self._store.multiget(keys.STATE, [keys.state_key(item.group, item.special.job_id) for item in taken])
+        found: list[tuple[_Waiting, JobState, str]] = []
+        for item, row in zip(taken, states, strict=True):
+            state = None if row is None else decode_state(row)
+            if state is not None and state.run is not None and state.held and state.run.phase == _NEXT:
+                found.append((item, state, state.run.schedule))
+            else:
+                self._named.discard(item.special.job_id)
+        of_definitions = [keys.definition_key(item.group, state.tenant, name) for item, state, name in found]
+        of_courses = [keys.course_key(item.group, state.tenant, name) for item, state, name in found]
+        rows = self._store.multiget(keys.SCHEDULES, of_definitions + of_courses)
+        schedules = []
+        for (item, state, _), definition, course in zip(found, rows, rows[len(found) :], strict=False):
+            if definition is not None and course is not None and (read := decode_course(course)).next_job == state.job_id:
+                schedules.append((item, decode_definition(definition), read))
+            else:
+                self._named.discard(item.special.job_id)
+        return schedules
+
+    def _must_wait_for_reports(self, definition: Definition, course: Course) -> bool:
+        return (
+            self._by_itself
+            and bool(course.runs)
+            and definition.overlap != Overlap.ALLOW
+            and course.next_fire_at_ms < self.began_ms
+            and self._clock.mono_ms() - self._began_mono_ms < REPORT_MS
+        )
+
+    def _again(self, item: _Waiting) -> None:
+        item.tries += 1
+        if item.tries < TRIES_MAX:
+            self._queue.append(item)
+            self._wake.set()
+        else:
+            self._named.discard(item.special.job_id)
+            log.error("occurrence_not_decided", queue=item.special.queue.name, remedy="the audit sweep takes it up again")
