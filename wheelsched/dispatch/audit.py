@@ -95,6 +95,8 @@ class Audit:
             return dispatcher.leases.get(state.job_id) is None
         watermark_ms = self._replicas.watermark_ms(group)
         if status_of(state, watermark_ms) == Status.QUEUED:
+            if dispatcher.caps.has_parked(state):
+                return False  # put aside behind its definition's cap
             return due_at_ms(state) < self._settled_ms(group) and self._was_passed_over(state)
         if state.held and state.run is not None and (state.run.phase == Phase.BUFFERED or state.job_id in dispatcher.occurrences):
             return False  # no instant is waited for, or its turn comes

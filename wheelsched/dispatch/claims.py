@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from wheelsched.core.errors import Unavailable
 from wheelsched.core.ids import group_of, group_of_low
+from wheelsched.dispatch.caps import Caps
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Claim, Release, Reply
-from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, split_job
+from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, decode_state, is_capped, split_job
 from wheelsched.replica import Batch, Replicas
 from wheelsched.store import Store
 
@@ -38,6 +39,7 @@ class _Found(NamedTuple):
     lane: int
     record: bytes
     row: bytes
+    schedule: str = ""  # whose cap it was reserved under
 
 
 class Waiter:
@@ -60,10 +62,13 @@ class Waiter:
 class Claims:
     """Claims of one node; none before `open`."""
 
-    def __init__(self, store: Store, replicas: Replicas, group_count: int, on_started: Callable[[QueueMemory, JobState], None]) -> None:
+    def __init__(
+        self, store: Store, replicas: Replicas, group_count: int, caps: Caps, on_started: Callable[[QueueMemory, JobState], None]
+    ) -> None:
         self._store = store
         self._replicas = replicas
         self._group_count = group_count
+        self._caps = caps
         self._on_started = on_started
         self._open = False
         self._draining = False
@@ -194,11 +199,14 @@ class Claims:
         try:
             batch = self._replicas.propose_many(commands, urgent=True)
         except Unavailable:  # refused before the log: nothing happened
+            self._end_reservations(jobs)
             for queue, of_group in jobs:
                 for found in of_group:
                     queue.put_back(found.lane, TIMER.unpack(found.record)[3] >> 3 & 3, found.record)
             self._serve_all(reserved)
             raise
+        if not commands:
+            await asyncio.sleep(0)  # all of it was stale or put aside: let others have their turn before the next look
         try:
             replies = await asyncio.shield(batch.future)
         except asyncio.CancelledError:  # it is in the log: undo through the log
@@ -224,6 +232,7 @@ class Claims:
 
     def _hand_over(self, jobs: list[tuple[QueueMemory, list[_Found]]], replies: Sequence[Reply]) -> list[ClaimedJob]:
         """What was claimed: queues in order of preference, precise first, then by priority and fire_at."""
+        self._end_reservations(jobs)
         handed: list[tuple[tuple[int, int, int, int], ClaimedJob]] = []
         preference: dict[QueueMemory, int] = {}
         for (queue, of_group), reply in zip(jobs, replies, strict=True):
@@ -257,8 +266,28 @@ class Claims:
             if row is None or not row[0].startswith(seek):
                 queue.drop_reserved()
                 continue
-            found.append(_Found(keys.parse_job_key(row[0])[3], version, lane, record, row[1]))
+            job_id = keys.parse_job_key(row[0])[3]
+            schedule = ""
+            if is_capped(row[1]):
+                schedule = self._schedule_of(job_id)
+                if schedule and not self._caps.reserve(queue.tenant, schedule):
+                    queue.drop_reserved()
+                    self._caps.park(queue.tenant, schedule, queue, lane, TIMER.unpack(record)[3] >> 3 & 3, record)
+                    continue
+            found.append(_Found(job_id, version, lane, record, row[1], schedule))
         return found
+
+    def _schedule_of(self, job_id: bytes) -> str:
+        row = self._store.get(keys.STATE, keys.state_key(self._group_of(job_id), job_id))
+        run = None if row is None else decode_state(row).run
+        return "" if run is None else run.schedule
+
+    def _end_reservations(self, jobs: Sequence[tuple[QueueMemory, list[_Found]]]) -> None:
+        for queue, of_group in jobs:
+            for found in of_group:
+                if found.schedule:
+                    for other in self._caps.unreserve(queue.tenant, found.schedule):
+                        self.serve(other)
 
     def release(self, states: Sequence[JobState]) -> Batch | None:
         """Leases that reached nobody go back to their queues, the attempts not counted; where that cannot be proposed, when they

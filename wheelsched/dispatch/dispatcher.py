@@ -11,6 +11,7 @@ from wheelsched.core.ids import PARTITION_COUNT, group_of, group_of_low, id_low,
 from wheelsched.core.settings import SchedulerSettings
 from wheelsched.cron import ZoneData
 from wheelsched.dispatch.audit import Audit
+from wheelsched.dispatch.caps import Caps
 from wheelsched.dispatch.claims import Claims
 from wheelsched.dispatch.created import sort_created
 from wheelsched.dispatch.firing import Firing
@@ -75,9 +76,10 @@ class Dispatcher:
         self.queues = Queues(clock, settings.ready_queue_max)
         self.timers = Timers(group_count, clock.wall_ms())
         self.leases = Leases(clock, rng, self._propose)
-        self.claims = Claims(store, replicas, group_count, self._on_started)
+        self.caps = Caps(self._read_limit)
+        self.claims = Claims(store, replicas, group_count, self.caps, self._on_started)
         self.loader = Loader(
-            store, heads, clock, self.timers, self.queues, self.leases, group_count=group_count,
+            store, heads, clock, self.timers, self.queues, self.leases, self.caps, group_count=group_count,
             horizon_ms=int(settings.horizon_s * 1000), watermark_ms=replicas.watermark_ms, on_ready=self._ready,
             on_timers=lambda: self.firing.waking.wake(),
         )  # fmt: skip
@@ -152,6 +154,7 @@ class Dispatcher:
         self.occurrences.step_back(self._clock.wall_ms())
         self.timers.clear(self._clock.wall_ms())
         self.leases.clear_starts()
+        self.caps.forget_parked()
         for queue in self.queues:
             queue.clear_ready()
         self.loader.start_again()
@@ -179,7 +182,8 @@ class Dispatcher:
                 case OccurrencesSkipped():
                     self._metrics.occurrences_skipped[effect.reason] += effect.count
                 case ScheduleChanged():
-                    pass
+                    for queue in self.caps.on_definition(effect.tenant, effect.name):
+                        touched[queue] = None
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
             if ready[lane] or packed[lane]:
                 self._ready(lane, pack(ready[lane]) + b"".join(packed[lane]))
@@ -200,7 +204,7 @@ class Dispatcher:
             if before.status != _DISCARDED:
                 queue.cells[before.status * 3 + before.priority] -= 1
             if before.status <= _CANCEL_REQUESTED:
-                self._leave(group, change.cause, before, after, queue, watermark_ms)
+                self._leave(group, change.cause, before, after, queue, watermark_ms, touched)
             if before.status in _LEASED and (after is None or after.status not in _LEASED):
                 touched[queue] = None  # there is room under the queue's concurrency
         if after is not None:
@@ -247,12 +251,15 @@ class Dispatcher:
         return self.queues.ensure(tenant, name).number
 
     def _leave(
-        self, group: int, cause: str, before: JobState, after: JobState | None, queue: QueueMemory, watermark_ms: int
-    ) -> None:
+        self, group: int, cause: str, before: JobState, after: JobState | None, queue: QueueMemory, watermark_ms: int,
+        touched: dict[QueueMemory, None],
+    ) -> None:  # fmt: skip
         """Take an unfinished job out of where its former state had put it."""
         if before.status in _LEASED:
             if after is None or after.status not in _LEASED:
                 self.leases.end(before.job_id)
+                if before.run is not None:
+                    touched.update(dict.fromkeys(self.caps.on_lease_end(before)))
         else:
             queue.reserved -= cause == "claim"
             if before.start_deadline_ms >= 0:
@@ -277,6 +284,8 @@ class Dispatcher:
         """Put an unfinished job where its new state belongs."""
         if after.status in _LEASED:
             self.leases.grant(after)
+            if after.run is not None and (before is None or before.status not in _LEASED):
+                self.caps.on_lease(after)
             return
         if before is None or before.status == _DEAD or before.fire_at_ms != after.fire_at_ms or before.lane != after.lane:
             self._note_new_rows(group, after, queue)
@@ -331,6 +340,10 @@ class Dispatcher:
 
     def group_of_schedule(self, tenant: str, name: str) -> int:
         return schedule_partition(tenant, name) * self._group_count // PARTITION_COUNT
+
+    def _read_limit(self, tenant: str, schedule: str) -> int:
+        found = self.timetable.read(self.group_of_schedule(tenant, schedule), tenant, schedule)
+        return -1 if found is None else found[0].max_concurrency
 
     def repair(self, group: int, state: JobState) -> None:
         """Put a job that memory had lost back where its state belongs."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.ids import id_low
+from wheelsched.dispatch.caps import Caps
 from wheelsched.dispatch.leases import Leases
 from wheelsched.dispatch.queues import QueueMemory, Queues
 from wheelsched.dispatch.timers import Timers, pack
@@ -40,7 +41,7 @@ class Loader:
     """Keeps the wheels filled up to the horizon. `on_ready(lane, packed records)` takes what is found due."""
 
     def __init__(
-        self, store: Store, heads: RangeHeads, clock: Clock, timers: Timers, queues: Queues, leases: Leases,
+        self, store: Store, heads: RangeHeads, clock: Clock, timers: Timers, queues: Queues, leases: Leases, caps: Caps,
         *, group_count: int, horizon_ms: int, watermark_ms: Callable[[int], int], on_ready: Callable[[int, bytes], None],
         on_timers: Callable[[], None],
     ) -> None:  # fmt: skip
@@ -50,6 +51,7 @@ class Loader:
         self._timers = timers
         self._queues = queues
         self._leases = leases
+        self._caps = caps
         self._group_count = group_count
         self._horizon_ms = horizon_ms
         self._watermark_ms = watermark_ms
@@ -195,6 +197,8 @@ class Loader:
             state = decode_state(row)
             queue = self._queues.ensure(state.tenant, state.queue)
             if state.status in LEASED:
+                if state.run is not None and self._leases.get(state.job_id) is None:
+                    self._caps.on_lease(state)
                 self._leases.grant(state, started_ago_ms=max(self._clock.wall_ms() - state.started_at_ms, 0))
             elif status_of(state, watermark) == Status.QUEUED:
                 ready.append((state, queue))

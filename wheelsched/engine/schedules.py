@@ -284,7 +284,7 @@ def _offer(
         from_ms = course.covered_ms
     if before is not None and before.run is not None:
         nominal = before.run.nominal
-    run = Run(definition.schedule_id, definition.name, at_ms, phase, cause, from_ms, nominal)
+    run = Run(definition.schedule_id, definition.name, at_ms, phase, cause, from_ms, nominal, definition.max_concurrency >= 0)
     if before is None:
         state = _create_run(context, definition, run, occurrence_id(definition.schedule_id, at_ms), context.stamp_ms, payload)
     else:
@@ -434,7 +434,7 @@ def start_run(context: Context, command: StartRun) -> Reply:
             return refusal
         at_ms = context.stamp_ms
         phase = _free_phase(context, definition, course)
-    run = Run(definition.schedule_id, definition.name, -1, phase, _MANUAL)
+    run = Run(definition.schedule_id, definition.name, -1, phase, _MANUAL, capped=definition.max_concurrency >= 0)
     state = _create_run(context, definition, run, command.job_id, at_ms, command.payload, fingerprint=command.fingerprint)
     if phase != _SET:
         _note_started(course, state)
@@ -633,7 +633,8 @@ def _insert_next(context: Context, definition: Definition, course: Course, follo
     job_id = occurrence_id(definition.schedule_id, following.at_ms)
     invariant(context.txn.state(job_id) is None, "one_job_per_occurrence", schedule=definition.name, at_ms=following.at_ms)
     _, fire_at_ms = placed(job_id, following.at_ms + definition.offset_ms, definition.window_ms)
-    run = Run(definition.schedule_id, definition.name, following.at_ms, _NEXT, nominal=following.nominal)
+    capped = definition.max_concurrency >= 0
+    run = Run(definition.schedule_id, definition.name, following.at_ms, _NEXT, nominal=following.nominal, capped=capped)
     _create_run(context, definition, run, job_id, fire_at_ms, None)
     course.next_at_ms, course.next_fire_at_ms, course.next_job = following.at_ms, fire_at_ms, job_id
 

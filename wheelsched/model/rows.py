@@ -204,7 +204,8 @@ def decode_skip(row: bytes) -> SkipRow:
 # format, version, priority, flags, lengths of tenant and queue, length of spec
 _JOB_HEADER = struct.Struct(">BIBBBBI")
 _JOB_HEADER_SIZE = _JOB_HEADER.size
-_HELD, _START_DEADLINE = 1, 2
+_HELD, _START_DEADLINE, _CAPPED = 1, 2, 4
+_FLAGS_AT = 6
 _INDEX = struct.Struct(">BBBI")  # format, lane, priority, version
 
 
@@ -227,6 +228,8 @@ def encode_job(state: JobState, spec: bytes, payload: bytes) -> bytes:
     """A job row: header, tenant, queue, spec (msgpack), payload (the client's JSON bytes; empty: a payload_ref)."""
     tenant, queue = state.tenant.encode(), state.queue.encode()
     flags = _HELD * state.held | _START_DEADLINE * (state.start_deadline_ms >= 0)
+    if state.run is not None and state.run.capped:
+        flags |= _CAPPED
     header = _JOB_HEADER.pack(1, state.version, state.priority, flags, len(tenant), len(queue), len(spec))
     return b"".join((header, tenant, queue, spec, payload))
 
@@ -238,6 +241,11 @@ def decode_header(row: bytes) -> JobHeader:
     tenant = row[_JOB_HEADER_SIZE:tenant_end].decode()
     queue = row[tenant_end : tenant_end + queue_size].decode()
     return JobHeader(version, priority, bool(flags & _HELD), bool(flags & _START_DEADLINE), tenant, queue)
+
+
+def is_capped(row: bytes) -> bool:
+    """Whether a job row is of a run whose definition limits how many run at once."""
+    return bool(row[_FLAGS_AT] & _CAPPED)
 
 
 def split_job(row: bytes) -> tuple[bytes, bytes]:

@@ -79,6 +79,7 @@ class Run(msgspec.Struct, array_like=True, frozen=True, gc=False):
     cause: int = Cause.ON_TIME
     from_ms: int = -1  # the interval the run covers is [from, scheduled_for); -1: none is known
     nominal: str = ""  # what the zone's clock was to show, where it jumped over that: `2026-03-08T02:30`
+    capped: bool = False  # the definition had a max_concurrency when the run was made
 
 
 class Definition(msgspec.Struct, array_like=True, frozen=True, gc=False):
