@@ -1,4 +1,4 @@
-"""Builds the two native modules. Each is optional: without a compiler the plain-Python twins are used."""
+"""Builds the native modules. Each is optional: without a compiler the plain-Python twins are used."""
 
 import sys
 
@@ -15,7 +15,7 @@ def native_modules() -> list[Extension]:
     if cythonize is None or sys.byteorder != "little":
         return []
     sources = [
-        Extension(f"wheelsched._native.{name}", [f"native/{name}.pyx"], extra_compile_args=["-O3"]) for name in ("wheel", "ready")
+        Extension(f"wheelsched._native.{name}", [f"native/{name}.pyx"], extra_compile_args=["-O3"]) for name in ("wheel", "ready", "batches", "rows")
     ]
     modules = cythonize(sources, include_path=["native"], build_dir="build/cython", language_level=3)
     for module in modules:

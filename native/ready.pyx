@@ -318,6 +318,29 @@ cdef Group* group_of(Group* table, uint64_t mask, uint32_t key) noexcept nogil:
     return &table[place]
 
 
+def without_partitions(bytes records, int first, int last):
+    """The records whose partition, the low 10 bits of `id_low`, is not in [first, last]; their order is kept. O(records)."""
+    cdef const char* start = PyBytes_AS_STRING(records)
+    cdef int64_t count = PyBytes_GET_SIZE(records) // TIMER_BYTES
+    cdef int64_t i
+    cdef int64_t kept = 0
+    cdef int partition
+    cdef Timer timer
+    cdef bytes left
+    cdef char* place
+    if PyBytes_GET_SIZE(records) % TIMER_BYTES:
+        raise ValueError(f"{PyBytes_GET_SIZE(records)} bytes of records are not a multiple of {TIMER_BYTES}")
+    left = PyBytes_FromStringAndSize(NULL, count * TIMER_BYTES)
+    place = PyBytes_AS_STRING(left)
+    for i in range(count):
+        memcpy(&timer, start + i * TIMER_BYTES, TIMER_BYTES)
+        partition = <int>(timer.id_low & 1023)
+        if partition < first or partition > last:
+            memcpy(place + kept * TIMER_BYTES, &timer, TIMER_BYTES)
+            kept += 1
+    return left[: kept * TIMER_BYTES]
+
+
 def split_by_queue(bytes records):
     """Group packed records by `word >> 3` (queue number and priority): [(key, packed records)], sorted by key.
 

@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 class Audit:
     def __init__(
-        self, dispatcher: Dispatcher, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, *, group_count: int,
+        self, dispatcher: Dispatcher, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, *,
         interval_s: float,
     ) -> None:  # fmt: skip
         self._dispatcher = dispatcher
@@ -44,7 +44,6 @@ class Audit:
         self._heads = heads
         self._replicas = replicas
         self._clock = clock
-        self._group_count = group_count
         self._interval_s = interval_s
         self.sweep_count = 0
 
@@ -58,7 +57,7 @@ class Audit:
         """One pass over all groups and lanes; returns how many repairs it made."""
         repairs = 0
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            for group in range(self._group_count):
+            for group in list(self._dispatcher.led):
                 repairs += await self._sweep_group(group, lane, pause_s)
         self.sweep_count += 1
         return repairs
@@ -67,7 +66,7 @@ class Audit:
         prefix = keys.job_range(group, lane, 0)[:3]
         start = self._heads.lower_bound(keys.JOBS, prefix)
         repairs = 0
-        while True:
+        while group in self._dispatcher.led:
             end = keys.job_range(group, lane, max(self._settled_ms(group), 0))
             rows = self._store.scan(keys.JOBS, start, end, SLICE_ROWS)
             repairs += self._check(group, lane, [keys.parse_job_key(key)[3] for key, _ in rows])
@@ -75,6 +74,7 @@ class Audit:
                 return repairs
             start = rows[-1][0] + b"\0"
             await asyncio.sleep(pause_s)
+        return repairs  # led no more
 
     def _settled_ms(self, group: int) -> int:
         # The grace is counted from the hand: the watermark of a group that has nothing to fire stands still.

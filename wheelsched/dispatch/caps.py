@@ -47,6 +47,13 @@ class Caps:
             self._running.pop(name, None)
         return self._unpark(name)
 
+    def end_group(self, is_of_group: Callable[[str, str], bool]) -> None:
+        """A group is led no more; all runs of a schedule are in the schedule's group."""
+        for name in [name for name in self._running if is_of_group(*name)]:
+            del self._running[name]
+        for name in [name for name in self._caps if is_of_group(*name)]:
+            self._caps[name].parked.clear()
+
     def on_definition(self, tenant: str, schedule: str) -> list[QueueMemory]:
         """The definition changed, and its limit perhaps."""
         cap = self._caps.get((tenant, schedule))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,13 +74,14 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         self._group_count = group_count
+        self.led: list[int] = []  # groups, ascending; the parts look at this very list
         self.queues = Queues(clock, settings.ready_queue_max)
         self.timers = Timers(group_count, clock.wall_ms())
         self.leases = Leases(clock, rng, self._propose)
         self.caps = Caps(self._read_limit)
         self.claims = Claims(store, replicas, group_count, self.caps, self._on_started)
         self.loader = Loader(
-            store, heads, clock, self.timers, self.queues, self.leases, self.caps, group_count=group_count,
+            store, heads, clock, self.timers, self.queues, self.leases, self.caps, led=self.led,
             horizon_ms=int(settings.horizon_s * 1000), watermark_ms=replicas.watermark_ms, on_ready=self._ready,
             on_timers=lambda: self.firing.waking.wake(),
         )  # fmt: skip
@@ -92,24 +94,56 @@ class Dispatcher:
             clock, self.timers, replicas, on_ready=self._on_fired, on_step_back=self._reload, on_named=self._hold_again,
             occurrences=self.occurrences,
         )  # fmt: skip
-        self.audit = Audit(self, store, heads, replicas, clock, group_count=group_count, interval_s=settings.audit_interval_s)
-        self.purging = Purging(self.queues, store, replicas, clock, group_count=group_count, interval_s=settings.purge_interval_s)
-        self._lanes_loaded: set[int] = set()
+        self.audit = Audit(self, store, heads, replicas, clock, interval_s=settings.audit_interval_s)
+        self.purging = Purging(self.queues, store, replicas, clock, led=self.led, interval_s=settings.purge_interval_s)
         self._lane_prefixes = [[keys.job_range(group, lane, 0)[:3] for group in range(group_count)] for lane in Lane]
 
     # Start, stop, start again.
 
-    async def start(self) -> None:
-        """Make the memory from the rows, precise lane first; claims open when that one is read. The flexible lane follows in `run`."""
-        self._read_settings_and_counts()
-        self.occurrences.begin()
-        self.loader.start_again()
+    async def start(self, groups: Sequence[int]) -> None:
+        """Make the memory of these groups from the rows, precise lane first; claims open when that one is read. The flexible lane
+        follows in `run`, as do groups that this node comes to lead later."""
+        self._read_settings()
+        for group in groups:
+            self.lead(group)
         await self.loader.rebuild_lane(Lane.PRECISE)
         await self.loader.load_ahead()
-        self._lanes_loaded.add(Lane.PRECISE)
         self.claims.open()
 
-    def _read_settings_and_counts(self) -> None:
+    def lead(self, group: int) -> None:
+        """This node acts for the group from now on; its memory is made by the loader, precise lane first."""
+        assert group not in self.led
+        insort(self.led, group)
+        self._heads.forget(keys.group_prefix(group))  # whoever led it before wrote rows that nothing here was told of
+        self._count_rows(group, 1)
+        self.occurrences.begin(group)
+        self.loader.start(group)
+
+    def unlead(self, group: int) -> None:
+        """Another node acts for the group: everything about it is forgotten, in this very turn."""
+        self.led.remove(group)
+        self.loader.end(group)
+        self.firing.forget_group(group)
+        self.timers.clear_group(group)
+        self.occurrences.end(group)
+        self.leases.end_group(lambda job_id: group_of(job_id, self._group_count) == group)
+        self.caps.end_group(lambda tenant, name: self.group_of_schedule(tenant, name) == group)
+        width = PARTITION_COUNT // self._group_count
+        for queue in self.queues:
+            queue.forget_group(group, (group * width, (group + 1) * width - 1))
+        self._count_rows(group, -1)
+
+    def _count_rows(self, group: int, sign: int) -> None:
+        """Add the group's jobs to the counts of their queues, or take them away."""
+        start, end = keys.group_prefix(group), keys.prefix_end(keys.group_prefix(group))
+        while rows := self._store.scan(keys.COUNTS, start, end, 1_000):
+            for key, row in rows:
+                cells = self.queues.ensure(*keys.parse_counts_key(key)).cells
+                for place, count in enumerate(decode_counts(row).cells):
+                    cells[place] += sign * count
+            start = rows[-1][0] + b"\0"
+
+    def _read_settings(self) -> None:
         prefix = keys.group_prefix(keys.META_GROUP) + b"q"
         start, end = prefix, keys.prefix_end(prefix)
         while rows := self._store.scan(keys.META, start, end, 1_000):
@@ -117,15 +151,6 @@ class Dispatcher:
                 tenant, name = key[3:].split(b"\0")
                 self.queues.ensure(tenant.decode(), name.decode()).set_settings(decode_queue(row))
             start = rows[-1][0] + b"\0"
-        for group in range(self._group_count):
-            prefix = keys.group_prefix(group)
-            start, end = prefix, keys.prefix_end(prefix)
-            while rows := self._store.scan(keys.COUNTS, start, end, 1_000):
-                for key, row in rows:
-                    cells = self.queues.ensure(*keys.parse_counts_key(key)).cells
-                    for place, count in enumerate(decode_counts(row).cells):
-                        cells[place] += count
-                start = rows[-1][0] + b"\0"
 
     async def run(self) -> None:
         """All loops of the dispatcher, until cancelled."""
@@ -133,20 +158,15 @@ class Dispatcher:
             tasks.create_task(self.firing.run(), name="firing")
             tasks.create_task(self.occurrences.run(), name="occurrences")
             tasks.create_task(self.leases.run(), name="leases")
-            tasks.create_task(self._load_rest(), name="loader")
+            tasks.create_task(self.loader.run(), name="loader")
             tasks.create_task(self._refill(), name="refill")
             tasks.create_task(self.audit.run(), name="audit")
             tasks.create_task(self.purging.run(), name="purging")
 
-    async def _load_rest(self) -> None:
-        await self.loader.rebuild_lane(Lane.FLEXIBLE)
-        self._lanes_loaded.add(Lane.FLEXIBLE)
-        await self.loader.run()
-
     @property
     def is_loaded(self) -> bool:
-        """Both lanes have been rebuilt: what is due and what is in memory agree."""
-        return len(self._lanes_loaded) == 2
+        """Both lanes of every led group have been rebuilt: what is due and what is in memory agree."""
+        return not self.loader.is_behind
 
     async def _reload(self) -> None:
         """The wall clock was set back: drop the wheels and load them anew at the new time. Leases are monotonic and stay."""
@@ -157,7 +177,8 @@ class Dispatcher:
         self.caps.forget_parked()
         for queue in self.queues:
             queue.clear_ready()
-        self.loader.start_again()
+        for group in self.led:
+            self.loader.start(group)
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
             await self.loader.rebuild_lane(lane)
         await self.loader.load_ahead()
@@ -186,7 +207,7 @@ class Dispatcher:
                         touched[queue] = None
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
             if ready[lane] or packed[lane]:
-                self._ready(lane, pack(ready[lane]) + b"".join(packed[lane]))
+                self._ready(group, lane, pack(ready[lane]) + b"".join(packed[lane]))
         for queue in touched:
             self.claims.serve(queue)
 
@@ -273,7 +294,7 @@ class Dispatcher:
 
     def _leave_waiting(self, group: int, before: JobState, queue: QueueMemory, watermark_ms: int) -> None:
         if status_of(before, watermark_ms) is _QUEUED:
-            queue.queued[before.priority] -= 1  # its record stays behind, and is dropped when it is taken
+            queue.leave_queued(group, before.priority)
         else:
             self.timers.cancel(group, before)
             self.firing.withdraw(group, before.lane, before.fire_at_ms, id_low(before.job_id), before.version)
@@ -317,16 +338,16 @@ class Dispatcher:
             queue.set_settings(decode_queue(row))
         self.claims.on_settings(queue)
 
-    def _ready(self, lane: int, records: bytes) -> None:
-        """QUEUED jobs, packed: into their ready queues, and to whoever waits for them."""
+    def _ready(self, group: int, lane: int, records: bytes) -> None:
+        """QUEUED jobs of a group, packed: into their ready queues, and to whoever waits for them."""
         for place, batch in split_by_queue(records):
             queue = self.queues.by_number(place >> 2)
-            queue.make_ready(lane, place & 3, batch)
+            queue.make_ready(group, lane, place & 3, batch)
             self.claims.serve(queue)
 
-    def _on_fired(self, lane: int, records: bytes) -> None:
+    def _on_fired(self, group: int, lane: int, records: bytes) -> None:
         self._metrics.jobs_fired += len(records) // RECORD_BYTES
-        self._ready(lane, records)
+        self._ready(group, lane, records)
 
     def _hold_again(self, group: int, named: Sequence[Special]) -> None:
         rows = self._store.multiget(keys.STATE, [keys.state_key(group, special.job_id) for special in named])
@@ -351,7 +372,7 @@ class Dispatcher:
         ready: Ready = ([], [])
         queue = self.queues.ensure(state.tenant, state.queue)
         self._enter(group, state, state, queue, self._replicas.watermark_ms(group), ready)
-        self._ready(state.lane, pack(ready[state.lane]))
+        self._ready(group, state.lane, pack(ready[state.lane]))
 
     # Spilled ready queues.
 

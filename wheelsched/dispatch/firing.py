@@ -14,7 +14,7 @@ from wheelsched.dispatch.queues import RECORD_BYTES
 from wheelsched.dispatch.timers import Special, Timers
 from wheelsched.dispatch.waking import Waking
 from wheelsched.model.commands import AnyCommand, Fire
-from wheelsched.replica import Replicas
+from wheelsched.replica import Replicas, propose_each
 
 _RECORD_START = struct.Struct("<qQI")  # fire_at, random half of the id, version: a record but for its word
 HELD_MAX = 100  # held jobs named by one command
@@ -30,13 +30,13 @@ class _Pending(NamedTuple):
 
 
 class Firing:
-    """Fires this node's groups. `on_ready(lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the
+    """Fires this node's groups. `on_ready(group, lane, packed records)` takes what has become QUEUED; `on_step_back()` is awaited when the
     wall clock was set back, and must load the wheels anew; `on_named(group, held)` is told which held jobs were named, and sets the
     timers again of those that are still held: a Fire whose stamp fell before their time does nothing. What schedules are to decide
     goes to `occurrences`."""
 
     def __init__(
-        self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, bytes], None],
+        self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, int, bytes], None],
         on_step_back: Callable[[], Awaitable[None]], on_named: Callable[[int, Sequence[Special]], None], occurrences: Occurrences,
     ) -> None:  # fmt: skip
         self._clock = clock
@@ -63,11 +63,15 @@ class Firing:
         pending = self._pending.get(group)
         while pending and pending[0].until_ms <= watermark_ms:
             batch = pending.popleft()
-            self._on_ready(batch.lane, batch.records)
+            self._on_ready(group, batch.lane, batch.records)
 
     def forget(self) -> None:
         """Drop swept batches: the rows will be read again."""
         self._pending.clear()
+
+    def forget_group(self, group: int) -> None:
+        """The group is led no more."""
+        self._pending.pop(group, None)
 
     def withdraw(self, group: int, lane: int, fire_at_ms: int, low: int, version: int) -> None:
         """A job moved on after it was swept and before the Fire: take its record out of the batch."""
@@ -104,7 +108,7 @@ class Firing:
                 await self._on_step_back()
                 now_ms = self._clock.wall_ms()
             if now_ms - self._swept_ms > OUTAGE_MS:
-                self._occurrences.begin()
+                self._occurrences.begin_again()
             self._swept_ms = now_ms
             found, more = self._timers.sweep(now_ms)
             commands: list[tuple[int, AnyCommand]] = []
@@ -120,7 +124,8 @@ class Firing:
             # Fire got its stamp, that Fire fell short of its batch.
             commands += [(group, Fire(now_ms)) for group, pending in self._pending.items() if pending]
             if commands:
-                await self._replicas.propose_many(commands, own=True).future
+                # A group that is led elsewhere by now has lost its memory here with its office.
+                await propose_each(self._replicas, commands)
                 for group, named in held:
                     if named:
                         self._on_named(group, named)
@@ -128,7 +133,7 @@ class Firing:
 
     def _put_aside(self, group: int, lane: int, records: bytes, now_ms: int) -> None:
         if self._replicas.watermark_ms(group) >= now_ms:
-            self._on_ready(lane, records)  # a create due at once has moved the watermark already
+            self._on_ready(group, lane, records)  # a create due at once has moved the watermark already
         else:
             self._pending.setdefault(group, deque()).append(_Pending(now_ms, lane, records))
 

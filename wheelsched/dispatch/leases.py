@@ -135,6 +135,13 @@ class Leases:
             heapq.heappop(self._starts)
         return self._starts[0][0] if self._starts else None
 
+    def end_group(self, is_of_group: Callable[[bytes], bool]) -> None:
+        """A group is led no more: whoever leads it grants its attempts anew."""
+        for job_id in [job_id for job_id in self._leases if is_of_group(job_id)]:
+            self.end(job_id)
+        for job_id in [job_id for job_id in self._unstarted if is_of_group(job_id)]:
+            self.unwatch_start(job_id)
+
     def clear_starts(self) -> None:
         self._unstarted.clear()
         self._starts.clear()

@@ -38,11 +38,11 @@ Mark = tuple[int, int]  # (fire_at ms, random half of the id): where a ready que
 
 
 class Loader:
-    """Keeps the wheels filled up to the horizon. `on_ready(lane, packed records)` takes what is found due."""
+    """Keeps the wheels of the groups in `led` filled up to the horizon. `on_ready(group, lane, packed records)` takes what is found due."""
 
     def __init__(
         self, store: Store, heads: RangeHeads, clock: Clock, timers: Timers, queues: Queues, leases: Leases, caps: Caps,
-        *, group_count: int, horizon_ms: int, watermark_ms: Callable[[int], int], on_ready: Callable[[int, bytes], None],
+        *, led: Sequence[int], horizon_ms: int, watermark_ms: Callable[[int], int], on_ready: Callable[[int, int, bytes], None],
         on_timers: Callable[[], None],
     ) -> None:  # fmt: skip
         self._store = store
@@ -52,7 +52,7 @@ class Loader:
         self._queues = queues
         self._leases = leases
         self._caps = caps
-        self._group_count = group_count
+        self._led = led
         self._horizon_ms = horizon_ms
         self._watermark_ms = watermark_ms
         self._on_ready = on_ready
@@ -63,15 +63,27 @@ class Loader:
         self._slice_rows = SLICE_ROWS
         self.waking = Waking(clock)
 
-    def start_again(self) -> None:
-        """Memory is empty: all rows are to be read, those at or under the watermarks by `rebuild_lane`, the others by `load_ahead`."""
-        self._ahead.clear()
+    def start(self, group: int) -> None:
+        """Nothing of the group is in memory: all rows are to be read, those at or under its watermark by `rebuild_lane`, the others by
+        `load_ahead`."""
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            for group in range(self._group_count):
-                above_ms = self._watermark_ms(group) + 1
-                self._timers.loaded_ms[lane][group] = above_ms
-                start = self._heads.lower_bound(keys.JOBS, keys.job_range(group, lane, 0)[:3])
-                self._behind[lane, group] = (start, keys.job_range(group, lane, above_ms))
+            self._ahead.pop((lane, group), None)
+            above_ms = self._watermark_ms(group) + 1
+            self._timers.loaded_ms[lane][group] = above_ms
+            start = self._heads.lower_bound(keys.JOBS, keys.job_range(group, lane, 0)[:3])
+            self._behind[lane, group] = (start, keys.job_range(group, lane, above_ms))
+        self.waking.wake()
+
+    def end(self, group: int) -> None:
+        """The group is led no more."""
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            self._ahead.pop((lane, group), None)
+            self._behind.pop((lane, group), None)
+
+    @property
+    def is_behind(self) -> bool:
+        """Something that has fired is on disk alone, and will be read."""
+        return bool(self._behind)
 
     @property
     def is_reading(self) -> bool:
@@ -92,10 +104,12 @@ class Loader:
         """Bring every group and lane up to the horizon; precise lanes first."""
         async with self._turn:
             for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-                for group in range(self._group_count):
+                for group in list(self._led):
                     await self._load_group(group, lane)
 
     async def _load_group(self, group: int, lane: int) -> None:
+        if group not in self._led:
+            return  # lost while others were read
         marks = self._timers.loaded_ms[lane]
         until_ms = self._clock.wall_ms() + self._reach_ms()
         if until_ms > marks[group]:
@@ -158,7 +172,7 @@ class Loader:
         """The first `fire_at` at or beyond the loaded marks: where a virtual clock has to stop for the loader."""
         found = []
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
-            for group in range(self._group_count):
+            for group in self._led:
                 start = keys.job_range(group, lane, self._timers.loaded_ms[lane][group])
                 rows = self._store.scan(keys.JOBS, start, keys.prefix_end(start[:3]), 1)
                 if rows:
@@ -167,7 +181,9 @@ class Loader:
 
     async def run(self) -> None:
         while True:
+            await self.rebuild_lane(Lane.PRECISE)
             await self.load_ahead()
+            await self.rebuild_lane(Lane.FLEXIBLE)
             # A third of the horizon ahead of need; a short horizon is looked after more often.
             await self.waking.wait_until(self._clock.mono_ms() + min(LOOK_AGAIN_MS, self._horizon_ms // 3 + 1))
 
@@ -176,7 +192,7 @@ class Loader:
     async def rebuild_lane(self, lane: int) -> None:
         """Read the unfinished rows of a lane that have fired: ready, retrying, running or held, as their state rows say."""
         async with self._turn:
-            for group in range(self._group_count):
+            for group in list(self._led):
                 await self._rebuild_group(group, lane)
 
     async def _rebuild_group(self, group: int, lane: int) -> None:
@@ -206,7 +222,7 @@ class Loader:
                 self._timers.add(group, state, queue)
             if state.start_deadline_ms >= 0 and state.attempt == 0 and not (state.held and state.run is not None):
                 self._leases.watch_start(state.job_id, state.fire_at_ms + state.start_deadline_ms)
-        self._on_ready(lane, pack(ready))
+        self._on_ready(group, lane, pack(ready))
 
     # Spilled ready queues: read again from the queue's own range of `index`.
 
@@ -217,8 +233,8 @@ class Loader:
         watermarks has been read."""
         found: list[tuple[Mark, int]] = []
         complete_below: Mark | None = None
-        of_group_max = rows_max // self._group_count + 8
-        for group in range(self._group_count):
+        of_group_max = rows_max // max(len(self._led), 1) + 8
+        for group in self._led:
             records, reached = self._refill_group(group, queue, lane, priority, mark, of_group_max)
             found += records
             if reached is not None:

@@ -20,10 +20,10 @@ from wheelsched.dispatch.timers import Special
 from wheelsched.dispatch.timetable import Timetable
 from wheelsched.engine.schedules import OUTDATED
 from wheelsched.model import keys
-from wheelsched.model.commands import AnyCommand
+from wheelsched.model.commands import AnyCommand, Reply
 from wheelsched.model.rows import JobState, decode_course, decode_definition, decode_state
 from wheelsched.model.schedules import Course, Definition, Overlap, Phase
-from wheelsched.replica import Replicas
+from wheelsched.replica import Replicas, propose_each
 from wheelsched.store import Store
 
 # Rows of so many are read, decided and proposed at once: about 10 ms of the loop, in several turns.
@@ -65,16 +65,29 @@ class Occurrences:
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
         self._began_mono_ms = 0
-        self.began_ms = 0
+        self._began_ms: dict[int, int] = {}  # by group: what was due before was missed
 
-    def begin(self) -> None:
-        """Firing begins, or goes on after an outage: what was due before this instant was missed."""
-        self.began_ms = self._clock.wall_ms()
+    def begin(self, group: int) -> None:
+        """Firing of a group begins."""
+        self._began_ms[group] = self._clock.wall_ms()
         self._began_mono_ms = self._clock.mono_ms()
+
+    def begin_again(self) -> None:
+        """Firing goes on after it stood still."""
+        for group in self._began_ms:
+            self.begin(group)
+
+    def end(self, group: int) -> None:
+        """The group is led no more."""
+        del self._began_ms[group]
+        for item in [item for item in self._queue if item.group == group]:
+            self._queue.remove(item)
+            self._named.discard(item.special.job_id)
 
     def step_back(self, now_ms: int) -> None:
         """The wall clock was set back; the timers are loaded anew."""
-        self.began_ms = min(self.began_ms, now_ms)
+        for group, began_ms in self._began_ms.items():
+            self._began_ms[group] = min(began_ms, now_ms)
         self._queue.clear()
         self._named.clear()
 
@@ -113,9 +126,10 @@ class Occurrences:
         for _ in range(TRIES_MAX):
             found = self._timetable.read(group, tenant, name)
             now_ms = self._clock.wall_ms()
-            if found is None or found[0].paused or found[1].next_at_ms == -1 or found[1].next_fire_at_ms > now_ms:
+            began_ms = self._began_ms.get(group)
+            if began_ms is None or found is None or found[0].paused or found[1].next_at_ms == -1 or found[1].next_fire_at_ms > now_ms:
                 return
-            command = self._timetable.decide(*found, now_ms=now_ms, began_ms=self.began_ms, check=True)
+            command = self._timetable.decide(*found, now_ms=now_ms, began_ms=began_ms, check=True)
             await self._replicas.propose_many(((group, command),), own=True).future
 
     async def _slice(self) -> None:
@@ -136,24 +150,24 @@ class Occurrences:
             if course.next_fire_at_ms > now_ms:
                 self._again(item)  # the clock was set back meanwhile
                 continue
-            if self._must_wait_for_reports(definition, course):
+            began_ms = self._began_ms[item.group]
+            if self._must_wait_for_reports(definition, course, began_ms):
                 deferred.append(item)
                 continue
             try:
-                decided = self._timetable.decide(definition, course, now_ms=now_ms, began_ms=self.began_ms, check=item.tries > 0)
+                decided = self._timetable.decide(definition, course, now_ms=now_ms, began_ms=began_ms, check=item.tries > 0)
             except InvalidSchedule as error:  # accepted once, under time-zone data or a grammar that this node lacks
                 self._named.discard(item.special.job_id)
                 log.error("occurrence_not_decided", schedule=definition.name, error=str(error), remedy="install newer time-zone data")
                 continue
             commands.append((item.group, decided))
             proposed.append(item)
-        if commands:
-            replies = await self._replicas.propose_many(commands, own=True).future
-            for item, reply in zip(proposed, replies, strict=True):
-                if reply.refusal == OUTDATED:
-                    self._again(item)
-                else:
-                    self._named.discard(item.special.job_id)
+        for item, reply in zip(proposed, await propose_each(self._replicas, commands), strict=True):
+            if isinstance(reply, Reply) and reply.refusal == OUTDATED:
+                self._again(item)
+            else:
+                # Decided, or the group is led no more: then the next leader reads the row again.
+                self._named.discard(item.special.job_id)
         if deferred:
             self._queue.extend(deferred)
             if len(deferred) == len(taken):
@@ -161,6 +175,7 @@ class Occurrences:
 
     def _read(self, taken: list[_Waiting]) -> list[tuple[_Waiting, Definition, Course]]:
         """The schedules of what is still their next occurrence; the rest has moved on."""
+        taken = [item for item in taken if item.group in self._began_ms]
         states = self._store.multiget(keys.STATE, [keys.state_key(item.group, item.special.job_id) for item in taken])
         found: list[tuple[_Waiting, JobState, str]] = []
         for item, row in zip(taken, states, strict=True):
@@ -180,12 +195,12 @@ class Occurrences:
                 self._named.discard(item.special.job_id)
         return schedules
 
-    def _must_wait_for_reports(self, definition: Definition, course: Course) -> bool:
+    def _must_wait_for_reports(self, definition: Definition, course: Course, began_ms: int) -> bool:
         return (
             self._by_itself
             and bool(course.runs)
             and definition.overlap != Overlap.ALLOW
-            and course.next_fire_at_ms < self.began_ms
+            and course.next_fire_at_ms < began_ms
             and self._clock.mono_ms() - self._began_mono_ms < REPORT_MS
         )
 

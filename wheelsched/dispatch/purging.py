@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.limits import DEAD_RETENTION_MS
@@ -13,7 +13,7 @@ from wheelsched.model import keys
 from wheelsched.model.commands import Purge
 from wheelsched.model.rows import decode_done
 from wheelsched.model.states import FINAL, Status
-from wheelsched.replica import Replicas
+from wheelsched.replica import Replicas, propose_each
 from wheelsched.store import Rows, Store
 
 SLICE_JOBS = 100
@@ -30,13 +30,13 @@ class Purging:
     the last sweep came to."""
 
     def __init__(
-        self, queues: Queues, store: Store, replicas: Replicas, clock: Clock, *, group_count: int, interval_s: float
+        self, queues: Queues, store: Store, replicas: Replicas, clock: Clock, *, led: Sequence[int], interval_s: float
     ) -> None:
         self._queues = queues
         self._store = store
         self._replicas = replicas
         self._clock = clock
-        self._group_count = group_count
+        self._led = led
         self._interval_ms = int(interval_s * 1000)
         self._next_ms = 0
         self._next_tombstones_ms = 0
@@ -57,7 +57,7 @@ class Purging:
             await asyncio.sleep(0)  # some hundred seeks a queue: let others have their turn
             for status in _PURGED:
                 if (status == Status.DISCARDED and with_tombstones) or any(queue.cells[status * 3 : status * 3 + 3]):
-                    for group in range(self._group_count):
+                    for group in list(self._led):
                         removed += await self._purge(group, queue, status, now_ms)
         return removed
 
@@ -67,7 +67,9 @@ class Purging:
         for after, found in self._expired(group, queue, status, before_ms):
             if found:
                 command = Purge(queue.tenant, queue.name, status, before_ms, SLICE_JOBS, after)
-                (reply,) = await self._replicas.propose_many(((group, command),), own=True).future
+                (reply,) = await propose_each(self._replicas, ((group, command),))
+                if isinstance(reply, Exception):
+                    break  # led elsewhere by now
                 removed += reply.count
             else:
                 # Jobs that are kept for their Idempotency-Key beyond a short retention may be millions, all looked at in vain.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from wheelsched.core.clock import Clock
-from wheelsched.fairness import PriorityShares, ReadyQueue
+from wheelsched.fairness import PriorityShares, ReadyQueue, without_partitions
 from wheelsched.model import keys
 from wheelsched.model.rows import QueueSettings
 from wheelsched.model.states import Lane
@@ -27,8 +27,8 @@ class QueueMemory:
     """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
 
     __slots__ = (
-        "_clock", "_index_prefixes", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "cells", "lateness",
-        "name", "number", "queued", "reserved", "retrying", "settings", "tenant", "waiters",
+        "_clock", "_index_prefixes", "_queued_of", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "cells",
+        "lateness", "name", "number", "queued", "reserved", "retrying", "settings", "tenant", "waiters",
     )  # fmt: skip
 
     def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int, spilling: dict[QueueMemory, None]) -> None:
@@ -43,6 +43,7 @@ class QueueMemory:
         # QUEUED jobs, spilled ones included: one more with each record made ready, one less with each job that leaves. Records whose
         # job has left stay in a ready queue until they are taken, so those cannot be asked.
         self.queued = [0] * PRIORITY_COUNT
+        self._queued_of: dict[int, list[int]] = {}  # the same by group
         self.waiters: dict[Waiter, None] = {}  # in order of arrival
         self.lateness: deque[tuple[int, int]] = deque(maxlen=_LATENESS_SAMPLES_MAX)  # (started, lateness) ms
         self._ready: list[ReadyQueue | None] = [None] * (2 * PRIORITY_COUNT)
@@ -90,6 +91,20 @@ class QueueMemory:
     def clear_ready(self) -> None:
         self._ready = [None] * (2 * PRIORITY_COUNT)
         self.queued = [0] * PRIORITY_COUNT
+        self._queued_of.clear()
+
+    def forget_group(self, group: int, partitions: tuple[int, int]) -> None:
+        """The group is led no more: its ready jobs go. `partitions`: its first and last."""
+        for priority, count in enumerate(self._queued_of.pop(group, ())):
+            self.queued[priority] -= count
+        for queue in self._ready:
+            if queue is not None and len(queue):
+                queue.put_back(without_partitions(queue.take(len(queue)), *partitions))
+
+    def leave_queued(self, group: int, priority: int) -> None:
+        """A QUEUED job moved on; its record stays behind, and is dropped when it is taken."""
+        self.queued[priority] -= 1
+        self._queued_of[group][priority] -= 1
 
     @property
     def ready_count(self) -> int:
@@ -170,9 +185,14 @@ class QueueMemory:
         if self.settings.rate_per_s >= 0:
             self._tokens += 1  # nothing started
 
-    def make_ready(self, lane: int, priority: int, records: bytes) -> None:
-        """Take records of jobs that have become QUEUED."""
-        self.queued[priority] += len(records) // RECORD_BYTES
+    def make_ready(self, group: int, lane: int, priority: int, records: bytes) -> None:
+        """Take records of a group's jobs that have become QUEUED."""
+        count = len(records) // RECORD_BYTES
+        self.queued[priority] += count
+        of_group = self._queued_of.get(group)
+        if of_group is None:
+            of_group = self._queued_of[group] = [0] * PRIORITY_COUNT
+        of_group[priority] += count
         queue = self.ready_queue(lane, priority)
         queue.push_batch(records)
         self._note_spill(queue)

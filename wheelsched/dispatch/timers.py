@@ -73,6 +73,17 @@ class Timers:
                     special.queue.retrying[special.priority] -= 1
             table.clear()
 
+    def clear_group(self, group: int) -> None:
+        """The group is led no more."""
+        for special in self._special[group].values():
+            if special.retry:
+                special.queue.retrying[special.priority] -= 1
+        self._special[group].clear()
+        for lane in (0, 1):
+            self.loaded_ms[lane][group] = 0
+            wheel = self._wheels.wheel(lane * self._group_count + group)
+            wheel.clear(wheel.hand_ms)
+
     @property
     def hand_ms(self) -> int:
         return self._wheels.hand_ms

@@ -39,7 +39,7 @@ class Transaction:
     """
 
     __slots__ = (
-        "_changed", "_changed_courses", "_counts", "_courses", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges",
+        "_changed", "_changed_courses", "_counts", "_courses", "_encoded", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges",
         "writes",
     )  # fmt: skip
 
@@ -51,6 +51,7 @@ class Transaction:
         self._reader = reader
         self._states: dict[bytes, JobState | None] = {}
         self._changed: dict[bytes, None] = {}  # job ids in the order of their first write
+        self._encoded: dict[bytes, bytes] = {}  # states that were encoded on the way, as they are now
         self._counts: dict[tuple[str, str], QueueCounts] = {}
         self._courses: dict[tuple[str, str], Course | None] = {}
         self._changed_courses: dict[tuple[str, str], None] = {}
@@ -125,6 +126,8 @@ class Transaction:
         """Write the state row (None: delete it) when the transaction ends."""
         self._states[job_id] = state
         self._changed[job_id] = None
+        if self._encoded:
+            self._encoded.pop(job_id, None)
 
     def put_states(self, states: Sequence[JobState]) -> None:
         """The same for many that are not None."""
@@ -167,7 +170,7 @@ class Transaction:
     def finish(self) -> None:
         """Encode what was kept decoded. Call once, before `writes` is handed on."""
         group = self.group
-        state_rows(self._changed, self._states, group, encode_body, FORMAT, self.writes[keys.STATE])
+        state_rows(self._changed, self._states, self._encoded, group, encode_body, FORMAT, self.writes[keys.STATE])
         counts_rows = self.writes[keys.COUNTS]
         for (tenant, queue), counts in self._counts.items():
             # A queue with nothing in it leaves no row behind.

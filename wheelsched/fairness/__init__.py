@@ -2,7 +2,7 @@
 
 - `ReadyQueue`: the QUEUED jobs of one lane, tenant, queue and priority, as packed records of 24 bytes in the order
   (fire_at, id_low). Bounded: past its bound the latest are dropped and read again from the store, from `spilled_from` on.
-- `split_by_queue`: what a wheel returned, grouped by ready queue.
+- `split_by_queue`: what a wheel returned, grouped by ready queue. `without_partitions`: what stays when a group is led no more.
 - `PriorityShares`: critical 70 / default 25 / bulk 5 while all have work. `DeficitRoundRobin`: tenants by weight.
 
 Promises. `complete_below_mark`: a queue holds every record pushed and not taken that lies before its `spilled_from`.
@@ -23,19 +23,19 @@ from typing import TYPE_CHECKING
 from wheelsched.fairness.shares import DeficitRoundRobin, PriorityShares
 
 if TYPE_CHECKING:
-    from wheelsched.fairness.ready_pure import ReadyQueue, split_by_queue
+    from wheelsched.fairness.ready_pure import ReadyQueue, split_by_queue, without_partitions
 
     NATIVE: bool
 else:
     try:
         if os.environ.get("WHEELSCHED_PURE") == "1":
             raise ImportError("WHEELSCHED_PURE=1")
-        from wheelsched._native.ready import ReadyQueue, split_by_queue
+        from wheelsched._native.ready import ReadyQueue, split_by_queue, without_partitions
 
         NATIVE = True
     except ImportError:
-        from wheelsched.fairness.ready_pure import ReadyQueue, split_by_queue
+        from wheelsched.fairness.ready_pure import ReadyQueue, split_by_queue, without_partitions
 
         NATIVE = False
 
-__all__ = ["NATIVE", "DeficitRoundRobin", "PriorityShares", "ReadyQueue", "split_by_queue"]
+__all__ = ["NATIVE", "DeficitRoundRobin", "PriorityShares", "ReadyQueue", "split_by_queue", "without_partitions"]

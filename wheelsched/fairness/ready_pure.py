@@ -95,6 +95,12 @@ class ReadyQueue:
         self.dropped += len(held) - len(self._heap)
 
 
+def without_partitions(records: bytes, first: int, last: int) -> bytes:
+    """The records whose partition, the low 10 bits of `id_low`, is not in [first, last]; their order is kept. O(records)."""
+    kept = [record for record in READY.iter_unpack(checked(records)) if not first <= record[1] & 1023 <= last]
+    return b"".join(READY.pack(*record) for record in kept)
+
+
 def split_by_queue(records: bytes) -> list[tuple[int, bytes]]:
     """Group packed records by `word >> 3` (queue number and priority): [(key, packed records)], sorted by key.
 

@@ -136,7 +136,7 @@ class Node:
         """Replay the log, load what is due and near. Call once, before `run`."""
         entries = self._replicas.recover()
         self._started = True
-        await self.dispatcher.start()
+        await self.dispatcher.start(range(self._group_count))
         # One that is known by its jobs alone lost its record with an unsynced tail; it is recorded with its next job.
         self._recorded_queues = {
             (queue.tenant, queue.name)

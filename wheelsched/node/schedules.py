@@ -43,6 +43,8 @@ from wheelsched.node.face import BackfillCounts, JobRecord, Preview, RunPage, Sc
 from wheelsched.store import Store
 
 NEXT_RUNS: Final = 5
+# The year 9998 ends here: a zone's clock may be a day ahead, and after 9999 there is no way to write an instant (RFC 3339).
+SHOWN_MS_MAX: Final = 253_370_764_799_999
 # A command whose schedule changed under it is computed again; each time somebody else got on.
 TRIES_MAX: Final = 50
 # One backfill call: an hour of a schedule that runs every second is 3,600.
@@ -80,7 +82,8 @@ class Schedules:
 
     def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview:
         timing, zone = self._timetable.timing(definition), self._timetable.zone(definition)
-        runs = timing.upcoming(after_ms, count)
+        # What cannot be written is not shown.
+        runs = [at_ms for at_ms in timing.upcoming(after_ms, count) if at_ms <= SHOWN_MS_MAX]
         if zone is None:
             return Preview(tuple(runs), (), ())
         advice = warnings(parse(definition.cron, name=definition.name), zone, self._clock.wall_ms())

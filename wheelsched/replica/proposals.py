@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from wheelsched.core.errors import OutcomeUnknown
 from wheelsched.model.commands import (
     AnyCommand,
     Backfill,
@@ -43,6 +46,33 @@ class Batch:
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # whoever awaited may have hung up; that is no lost error
+
+
+class Proposer(Protocol):
+    """The way into the log, as dispatch knows it."""
+
+    def propose_many(self, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False, own: bool = False) -> Batch: ...
+
+
+async def propose_each(
+    replicas: Proposer, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False, own: bool = True
+) -> list[Reply | Exception]:
+    """What became of each command, in order: its reply, or why there is none (its group is led elsewhere, the outcome is unknown).
+    Raises Unavailable where nothing was taken. Groups do not share their fate, as those of one batch would."""
+    by_group: dict[int, list[int]] = {}
+    for position, (group, _) in enumerate(commands):
+        by_group.setdefault(group, []).append(position)
+    batches = [
+        replicas.propose_many([commands[position] for position in positions], urgent=urgent, own=own) for positions in by_group.values()
+    ]
+    answers: list[Reply | Exception] = [OutcomeUnknown("not answered")] * len(commands)
+    results = await asyncio.gather(*(batch.future for batch in batches), return_exceptions=True)
+    for positions, result in zip(by_group.values(), results, strict=True):
+        if isinstance(result, BaseException) and not isinstance(result, Exception):
+            raise result
+        for place, position in enumerate(positions):
+            answers[position] = result if isinstance(result, Exception) else result[place]
+    return answers
 
 
 @dataclass(slots=True)
