@@ -18,7 +18,7 @@ from wheelsched.model import keys
 from wheelsched.model.rows import JobState, decode_state
 from wheelsched.model.schedules import Phase
 from wheelsched.model.states import LEASED, Lane, Status, due_at_ms, status_of
-from wheelsched.replica import Replicas
+from wheelsched.replica import ReplicaSet
 from wheelsched.store import Store
 from wheelsched.store.heads import RangeHeads
 
@@ -36,7 +36,7 @@ log = structlog.get_logger()
 
 class Audit:
     def __init__(
-        self, dispatcher: Dispatcher, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, *,
+        self, dispatcher: Dispatcher, store: Store, heads: RangeHeads, replicas: ReplicaSet, clock: Clock, *,
         interval_s: float,
     ) -> None:  # fmt: skip
         self._dispatcher = dispatcher

@@ -17,7 +17,7 @@ from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Claim, Release, Reply
 from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, decode_state, is_capped, split_job
-from wheelsched.replica import Batch, Replicas
+from wheelsched.replica import Batch, ReplicaSet
 from wheelsched.store import Store
 
 Taken = list[tuple[int, bytes]]  # (lane, packed records)
@@ -63,7 +63,7 @@ class Claims:
     """Claims of one node; none before `open`."""
 
     def __init__(
-        self, store: Store, replicas: Replicas, group_count: int, caps: Caps, on_started: Callable[[QueueMemory, JobState], None]
+        self, store: Store, replicas: ReplicaSet, group_count: int, caps: Caps, on_started: Callable[[QueueMemory, JobState], None]
     ) -> None:
         self._store = store
         self._replicas = replicas

@@ -26,10 +26,10 @@ from wheelsched.dispatch.timetable import Timetable
 from wheelsched.fairness import ReadyQueue, split_by_queue
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand
-from wheelsched.model.effects import Effect, Fired, JobChanged, JobsCreated, OccurrencesSkipped, QueueChanged, ScheduleChanged
+from wheelsched.model.effects import Effect, Fired, JobChanged, JobsCreated, JobsMoved, OccurrencesSkipped, QueueChanged, ScheduleChanged
 from wheelsched.model.rows import JobState, decode_counts, decode_queue, decode_state
 from wheelsched.model.states import Lane, Outcome, Status, due_at_ms, status_of
-from wheelsched.replica import Replicas
+from wheelsched.replica import ReplicaSet
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store import Store
@@ -41,7 +41,7 @@ Ready = tuple[list[tuple[JobState, QueueMemory]], list[tuple[JobState, QueueMemo
 _CANCEL_REQUESTED, _DEAD, _DISCARDED = int(Status.CANCEL_REQUESTED), int(Status.DEAD), int(Status.DISCARDED)
 _LEASED = (int(Status.RUNNING), int(Status.CANCEL_REQUESTED))
 _QUEUED = Status.QUEUED
-_LEASE_EXPIRED = int(Outcome.LEASE_EXPIRED)
+_LEASE_EXPIRED, _SUCCEEDED = int(Outcome.LEASE_EXPIRED), int(Outcome.SUCCEEDED)
 
 # A refill reads this many index rows and their states: about 4 ms.
 REFILL_ROWS = 512
@@ -65,7 +65,7 @@ class Dispatcher:
     """Timers, ready queues, claims and leases of all groups this node leads."""
 
     def __init__(
-        self, store: Store, heads: RangeHeads, replicas: Replicas, clock: Clock, rng: Rng, settings: SchedulerSettings,
+        self, store: Store, heads: RangeHeads, replicas: ReplicaSet, clock: Clock, rng: Rng, settings: SchedulerSettings,
         metrics: Metrics, zones: ZoneData, *, group_count: int,
     ) -> None:  # fmt: skip
         self._store = store
@@ -103,7 +103,7 @@ class Dispatcher:
     async def start(self, groups: Sequence[int]) -> None:
         """Make the memory of these groups from the rows, precise lane first; claims open when that one is read. The flexible lane
         follows in `run`, as do groups that this node comes to lead later."""
-        self._read_settings()
+        self.read_settings()
         for group in groups:
             self.lead(group)
         await self.loader.rebuild_lane(Lane.PRECISE)
@@ -143,7 +143,8 @@ class Dispatcher:
                     cells[place] += sign * count
             start = rows[-1][0] + b"\0"
 
-    def _read_settings(self) -> None:
+    def read_settings(self) -> None:
+        """Settings of all queues, from the meta group's rows."""
         prefix = keys.group_prefix(keys.META_GROUP) + b"q"
         start, end = prefix, keys.prefix_end(prefix)
         while rows := self._store.scan(keys.META, start, end, 1_000):
@@ -196,6 +197,8 @@ class Dispatcher:
                     self._job_changed(group, effect, ready, touched)
                 case JobsCreated():
                     self._jobs_created(group, effect.states, ready, packed)
+                case JobsMoved():
+                    self._jobs_moved(group, effect, ready, touched)
                 case Fired():
                     self.firing.on_watermark(group, effect.watermark_ms)
                 case QueueChanged():
@@ -267,6 +270,37 @@ class Dispatcher:
         for state in odd:
             self._enter(group, None, state, self.queues.ensure(state.tenant, state.queue), watermark_ms, ready)
         self._metrics.jobs_created += len(states)
+
+    def _jobs_moved(self, group: int, change: JobsMoved, ready: Ready, touched: dict[QueueMemory, None]) -> None:
+        """As `_job_changed` for each of them, with what they share done once."""
+        if self.loader.is_reading:
+            for before, after in zip(change.befores, change.afters, strict=True):
+                self._job_changed(group, JobChanged(change.cause, before, after), ready, touched)
+            return
+        is_claim = change.cause == "claim"
+        for tenant, name, before_status, after_status, priority, lane, count in change.tallies:
+            queue = self.queues.ensure(tenant, name)
+            queue.cells[before_status * 3 + priority] -= count
+            queue.cells[after_status * 3 + priority] += count
+            if is_claim:
+                queue.reserved -= count
+                queue.leave_queued(group, priority, count)
+            else:
+                touched[queue] = None  # there is room under the queue's concurrency
+                self._heads.note_deleted(keys.JOBS, self._lane_prefixes[lane][group], count)
+                self._heads.note_deleted(keys.INDEX, queue.index_prefix(group), count)
+                self._metrics.jobs_finished.add(name, after_status, count)
+        if is_claim:
+            self.leases.grant_many(change.afters)
+            return
+        self.leases.end_many(change.befores)
+        self._metrics.attempts[_SUCCEEDED] += len(change.afters)
+        durations: dict[int, int] = {}
+        for before, after in zip(change.befores, change.afters, strict=True):
+            ran_ms = after.updated_at_ms - before.started_at_ms
+            durations[ran_ms] = durations.get(ran_ms, 0) + 1
+        for ran_ms, count in durations.items():
+            self._metrics.run_duration.observe_many(max(ran_ms, 0) / 1000, count)
 
     def _number_of(self, tenant: str, name: str) -> int:
         return self.queues.ensure(tenant, name).number

@@ -14,7 +14,7 @@ from wheelsched.dispatch.queues import RECORD_BYTES
 from wheelsched.dispatch.timers import Special, Timers
 from wheelsched.dispatch.waking import Waking
 from wheelsched.model.commands import AnyCommand, Fire
-from wheelsched.replica import Replicas, propose_each
+from wheelsched.replica import ReplicaSet, propose_each
 
 _RECORD_START = struct.Struct("<qQI")  # fire_at, random half of the id, version: a record but for its word
 HELD_MAX = 100  # held jobs named by one command
@@ -36,7 +36,7 @@ class Firing:
     goes to `occurrences`."""
 
     def __init__(
-        self, clock: Clock, timers: Timers, replicas: Replicas, *, on_ready: Callable[[int, int, bytes], None],
+        self, clock: Clock, timers: Timers, replicas: ReplicaSet, *, on_ready: Callable[[int, int, bytes], None],
         on_step_back: Callable[[], Awaitable[None]], on_named: Callable[[int, Sequence[Special]], None], occurrences: Occurrences,
     ) -> None:  # fmt: skip
         self._clock = clock

@@ -7,7 +7,7 @@ anew, of the length on record.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock, Rng
@@ -79,14 +79,38 @@ class Leases:
         self._leases[state.job_id] = lease
         self._push(lease)
 
+    def grant_many(self, states: Sequence[JobState]) -> None:
+        """Note attempts that were just claimed."""
+        now_ms, leases, heap = self._clock.mono_ms(), self._leases, self._heap
+        for state in states:
+            job_id, fencing, lease_ms = state.job_id, state.fencing, state.lease_ms
+            deadline_ms, timeout_at_ms = now_ms + lease_ms, now_ms + state.timeout_ms
+            look_at_ms = deadline_ms if deadline_ms < timeout_at_ms else timeout_at_ms
+            leases[job_id] = Lease(
+                job_id, state.attempt, fencing, lease_ms, lease_ms, deadline_ms, timeout_at_ms, False, b"", False, look_at_ms
+            )
+            entry = (look_at_ms, job_id, fencing)
+            heapq.heappush(heap, entry)
+            if heap[0] is entry:
+                self.waking.wake()
+
+    def end_many(self, states: Sequence[JobState]) -> None:
+        """Attempts ended that went as these states say."""
+        for state in states:
+            self._leases.pop(state.job_id, None)
+        self._drop_outdated()
+
     def end(self, job_id: bytes) -> Lease | None:
         lease = self._leases.pop(job_id, None)
+        self._drop_outdated()
+        return lease
+
+    def _drop_outdated(self) -> None:
         # Entries of ended attempts go when they come to the heap's head. Behind one long lease they would pile up until it is over:
         # 1,000 jobs a second under leases of an hour were 3.6 million.
         if len(self._heap) > 2 * len(self._leases) + OUTDATED_MAX:
             self._heap = [(each.look_at_ms, each.job_id, each.fencing) for each in self._leases.values() if not each.ending]
             heapq.heapify(self._heap)
-        return lease
 
     def heartbeat(self, lease: Lease, lease_ms: int, progress: bytes | None) -> int:
         """Let a live lease run for `lease_ms` from now; returns its wall-clock deadline. The heap entry is left, to be looked at again

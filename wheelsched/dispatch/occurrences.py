@@ -23,7 +23,7 @@ from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Reply
 from wheelsched.model.rows import JobState, decode_course, decode_definition, decode_state
 from wheelsched.model.schedules import Course, Definition, Overlap, Phase
-from wheelsched.replica import Replicas, propose_each
+from wheelsched.replica import ReplicaSet, propose_each
 from wheelsched.store import Store
 
 # Rows of so many are read, decided and proposed at once: about 10 ms of the loop, in several turns.
@@ -50,7 +50,7 @@ class Occurrences:
     """Decides the waiting occurrences of this node's groups when they have come."""
 
     def __init__(
-        self, store: Store, replicas: Replicas, clock: Clock, timetable: Timetable, *, group_of_schedule: Callable[[str, str], int],
+        self, store: Store, replicas: ReplicaSet, clock: Clock, timetable: Timetable, *, group_of_schedule: Callable[[str, str], int],
         by_itself: bool,
     ) -> None:  # fmt: skip
         """`by_itself` False: nothing is decided but in `turn` and `decide_now`; time stands still between the steps of a test."""

@@ -13,7 +13,7 @@ from wheelsched.model import keys
 from wheelsched.model.commands import Purge
 from wheelsched.model.rows import decode_done
 from wheelsched.model.states import FINAL, Status
-from wheelsched.replica import Replicas, propose_each
+from wheelsched.replica import ReplicaSet, propose_each
 from wheelsched.store import Rows, Store
 
 SLICE_JOBS = 100
@@ -30,7 +30,7 @@ class Purging:
     the last sweep came to."""
 
     def __init__(
-        self, queues: Queues, store: Store, replicas: Replicas, clock: Clock, *, led: Sequence[int], interval_s: float
+        self, queues: Queues, store: Store, replicas: ReplicaSet, clock: Clock, *, led: Sequence[int], interval_s: float
     ) -> None:
         self._queues = queues
         self._store = store

@@ -101,10 +101,10 @@ class QueueMemory:
             if queue is not None and len(queue):
                 queue.put_back(without_partitions(queue.take(len(queue)), *partitions))
 
-    def leave_queued(self, group: int, priority: int) -> None:
-        """A QUEUED job moved on; its record stays behind, and is dropped when it is taken."""
-        self.queued[priority] -= 1
-        self._queued_of[group][priority] -= 1
+    def leave_queued(self, group: int, priority: int, count: int = 1) -> None:
+        """QUEUED jobs moved on; their records stay behind, and are dropped when they are taken."""
+        self.queued[priority] -= count
+        self._queued_of[group][priority] -= count
 
     @property
     def ready_count(self) -> int:

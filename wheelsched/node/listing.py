@@ -55,19 +55,20 @@ class Listing:
     """Reads pages for one node, which completes the records of unfinished and finished jobs."""
 
     def __init__(
-        self, store: Store, heads: RangeHeads, group_count: int,
+        self, store: Store, heads: RangeHeads,
         complete: Callable[[JobState], JobRecord | None], finished: Callable[[DoneRow], JobRecord],
     ) -> None:  # fmt: skip
         self._store = store
         self._heads = heads
-        self._group_count = group_count
         self._complete = complete
         self._finished = finished
 
-    async def page(self, wanted: JobFilter, queues: Sequence[str], *, cursor: bytes | None, limit: int) -> JobPage:
+    async def page(
+        self, wanted: JobFilter, groups: Sequence[int], queues: Sequence[str], *, cursor: bytes | None, limit: int
+    ) -> JobPage:
         """The next `limit` matching jobs after `cursor`. Yields to the loop while it reads."""
         heap: list[tuple[bytes, int, bytes, _Source]] = []
-        for number, source in enumerate(self._sources(wanted, queues, cursor)):
+        for number, source in enumerate(self._sources(wanted, groups, queues, cursor)):
             if (row := source.next()) is not None:
                 heap.append((row[0], number, row[1], source))
             if number % 64 == 63:
@@ -91,14 +92,14 @@ class Listing:
                 await asyncio.sleep(0)
         return JobPage(jobs, position if heap else None)
 
-    def _sources(self, wanted: JobFilter, queues: Sequence[str], cursor: bytes | None) -> Iterator[_Source]:
+    def _sources(self, wanted: JobFilter, groups: Sequence[int], queues: Sequence[str], cursor: bytes | None) -> Iterator[_Source]:
         statuses = wanted.statuses or frozenset(Status)
         start = max(keys.time_prefix(wanted.from_ms), cursor + b"\0" if cursor else b"")
         end = keys.time_prefix(wanted.to_ms)
         if end <= start:
             return
         for queue in queues:
-            for group in range(self._group_count):
+            for group in groups:
                 if statuses & _WAITING_OR_LEASED:
                     prefix = keys.queue_prefix(group, wanted.tenant, queue)
                     head = max(prefix + start, self._heads.lower_bound(keys.INDEX, prefix))

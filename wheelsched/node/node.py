@@ -45,6 +45,7 @@ from wheelsched.model.rows import (
     QueueSettings,
     decode_attempt,
     decode_done,
+    decode_queue,
     decode_spec,
     decode_state,
     encode_row,
@@ -68,7 +69,7 @@ from wheelsched.node.face import (
 )
 from wheelsched.node.listing import Listing
 from wheelsched.node.schedules import Schedules
-from wheelsched.replica import Replicas
+from wheelsched.replica import Replicas, ReplicaSet
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.runtime.lag import LoopLag
 from wheelsched.runtime.metrics import QUEUE_LABELS_MAX, Gauges, Metrics, QueueGauges
@@ -100,8 +101,11 @@ class Node:
     CLOCK_KEY = b"C"  # raft_meta: last instant of a virtual clock
 
     def __init__(
-        self, settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics, read_zones: Callable[[], ZoneData]
-    ) -> None:
+        self, settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics, read_zones: Callable[[], ZoneData],
+        make_replicas: Callable[[Node], ReplicaSet] | None = None,
+    ) -> None:  # fmt: skip
+        """`make_replicas(node)` gives the groups of a node that is one of several; they tell it by `on_effects`, `on_lead`, `on_follow`
+        and `on_replaced`. None: the node is alone."""
         self.settings = settings
         self.clock = clock
         self.rng = rng
@@ -110,19 +114,27 @@ class Node:
         self._group_count = settings.cluster.group_count
         groups = (*range(self._group_count), keys.META_GROUP)
         self._heads = RangeHeads(store)
-        self._replicas = Replicas(store, RaftLog(store, groups), clock, groups, on_effects=self._on_effects)
-        self._replicas.on_commit_ms = lambda ms: metrics.commit_latency.observe(ms / 1000)
+        self.replicas: ReplicaSet = (
+            Replicas(store, RaftLog(store, groups), clock, groups, on_effects=self.on_effects)
+            if make_replicas is None
+            else make_replicas(self)
+        )
+        self._is_alone = make_replicas is None
+        self.replicas.on_commit_ms = lambda ms: metrics.commit_latency.observe(ms / 1000)
         self.dispatcher = Dispatcher(
-            store, self._heads, self._replicas, clock, rng, settings.scheduler, metrics, read_zones(), group_count=self._group_count
+            store, self._heads, self.replicas, clock, rng, settings.scheduler, metrics, read_zones(), group_count=self._group_count
         )
         self._read_zones = read_zones
         self._schedules = Schedules(
             store, self.dispatcher, clock, rng, self._propose_to, group_count=self._group_count,
-            record_queue=self._record_queue_once, complete=self._complete_record,
+            record_queue=self.note_queue, complete=self._complete_record,
         )  # fmt: skip
-        self._listing = Listing(store, self._heads, self._group_count, self._complete_record, self._finished_record)
+        self._listing = Listing(store, self._heads, self._complete_record, self._finished_record)
         self._lag = LoopLag()
         self._recorded_queues: set[tuple[str, str]] = set()
+        self.on_office: Callable[[], None] = lambda: None  # told whenever this node leads another group, or one less
+        # Commands that nobody waits for and that may be repeated; a node of several sends them to whoever leads.
+        self.propose_later: Callable[[int, AnyCommand], None] = self._propose_here
         self._started = False
         self._draining = False
         self._stop = asyncio.Event()
@@ -134,9 +146,9 @@ class Node:
 
     async def start(self) -> None:
         """Replay the log, load what is due and near. Call once, before `run`."""
-        entries = self._replicas.recover()
+        entries = self.replicas.recover()
         self._started = True
-        await self.dispatcher.start(range(self._group_count))
+        await self.dispatcher.start(range(self._group_count) if self._is_alone else ())
         # One that is known by its jobs alone lost its record with an unsynced tail; it is recorded with its next job.
         self._recorded_queues = {
             (queue.tenant, queue.name)
@@ -149,7 +161,7 @@ class Node:
         """Serve until `stop`; then apply what is in the log, flush and close the store. Raises what stopped it otherwise."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                replicas = tasks.create_task(self._replicas.run(), name="replicas")
+                replicas = tasks.create_task(self.replicas.run(), name="replicas")
                 others = [
                     tasks.create_task(self.dispatcher.run(), name="dispatcher"),
                     tasks.create_task(self._lag.run(), name="lag"),
@@ -161,10 +173,10 @@ class Node:
                 for task in others:
                     task.cancel()
                 await asyncio.wait(others)
-                self._replicas.stop()
+                self.replicas.stop()
                 await replicas
         finally:
-            self._replicas.abort()
+            self.replicas.abort()
             self._store.close()
 
     def drain(self) -> None:
@@ -193,10 +205,26 @@ class Node:
                 self.stop()
             await asyncio.sleep(UPKEEP_INTERVAL_S)
 
-    def _on_effects(self, group: int, effects: Sequence[Effect]) -> None:
+    def on_effects(self, group: int, effects: Sequence[Effect]) -> None:
         # While the log is replayed nobody is served yet: memory is made from the rows afterwards.
         if self._started:
             self.dispatcher.on_effects(group, effects)
+
+    def on_lead(self, group: int) -> None:
+        if group != keys.META_GROUP:
+            self.dispatcher.lead(group)
+        self.on_office()
+
+    def on_follow(self, group: int) -> None:
+        if group != keys.META_GROUP:
+            self.dispatcher.unlead(group)
+        self.on_office()
+
+    def on_replaced(self, group: int) -> None:
+        """A snapshot took the place of all rows of a group."""
+        self._heads.forget(keys.group_prefix(group))
+        if group == keys.META_GROUP and self._started:
+            self.dispatcher.read_settings()
 
     # Admission and writes.
 
@@ -221,7 +249,7 @@ class Node:
 
     async def _propose_to(self, group: int, command: AnyCommand) -> Reply:
         urgent = not isinstance(command, (PutSchedule, StartRun, Backfill))
-        return (await asyncio.shield(self._replicas.propose(group, command, urgent=urgent).future))[0]
+        return (await asyncio.shield(self.replicas.propose(group, command, urgent=urgent).future))[0]
 
     async def propose_many(self, commands: Sequence[AnyCommand]) -> list[Reply]:
         group_count = self._group_count
@@ -234,9 +262,18 @@ class Node:
                     self._record_queue(command.tenant, command.queue)
             routed.append((group_of(command.job_id, group_count), command))  # type: ignore[union-attr]  # commands of one job
         # A caller that hangs up does not undo its command: shield the batch, others may wait on it.
-        return await asyncio.shield(self._replicas.propose_many(routed, urgent=urgent).future)
+        return await asyncio.shield(self.replicas.propose_many(routed, urgent=urgent).future)
 
-    def _record_queue_once(self, tenant: str, name: str) -> None:
+    def _propose_here(self, group: int, command: AnyCommand) -> None:
+        self.replicas.propose(group, command, urgent=True)
+
+    def note_queues(self, commands: Sequence[AnyCommand]) -> None:
+        """Record the queues of new jobs, where they are new themselves."""
+        for command in commands:
+            if type(command) is Create:
+                self.note_queue(command.tenant, command.queue)
+
+    def note_queue(self, tenant: str, name: str) -> None:
         if (tenant, name) not in self._recorded_queues:
             self._record_queue(tenant, name)
 
@@ -244,13 +281,14 @@ class Node:
         """A queue exists from its first job or claim on: remember it in the meta group."""
         if len(self._recorded_queues) >= QUEUES_MAX:
             raise QuotaExceeded(f"there are {QUEUES_MAX} queues already; use labels to tell jobs of one queue apart", retry_after_s=60)
-        self._replicas.propose(keys.META_GROUP, PutQueue(tenant, name), urgent=True)
+        self.propose_later(keys.META_GROUP, PutQueue(tenant, name))
         self._recorded_queues.add((tenant, name))
         return self.dispatcher.queues.ensure(tenant, name)
 
     # Reads.
 
     async def read_job(self, tenant: str, job_id: bytes) -> JobRecord | None:
+        await self.replicas.read_barrier(group_of(job_id, self._group_count))
         state = self._state(job_id)
         return None if state is None or state.tenant != tenant else self._complete_record(state)
 
@@ -277,7 +315,7 @@ class Node:
         spec, payload = split_job(row)
         lease = self.dispatcher.leases.get(state.job_id)
         progress = lease.progress if lease is not None and state.status in LEASED else b""
-        status = status_of(state, self._replicas.watermark_ms(group))
+        status = status_of(state, self.replicas.watermark_ms(group))
         return JobRecord(state, status, decode_spec(spec), payload, self._last_error(group, state), b"", progress)
 
     def _finished_record(self, done: DoneRow) -> JobRecord:
@@ -313,9 +351,13 @@ class Node:
         return record, [(keys.attempt_version(key), decode_attempt(row)) for key, row in rows]
 
     async def list_jobs(self, wanted: JobFilter, *, cursor: bytes | None, limit: int) -> JobPage:
+        return await self.list_jobs_of(range(self._group_count), wanted, cursor=cursor, limit=limit)
+
+    async def list_jobs_of(self, groups: Sequence[int], wanted: JobFilter, *, cursor: bytes | None, limit: int) -> JobPage:
+        """The same of some groups alone."""
         queues = self.dispatcher.queues
         names = [wanted.queue] if wanted.queue else sorted(queue.name for queue in queues if queue.tenant == wanted.tenant)
-        return await self._listing.page(wanted, names, cursor=cursor, limit=limit)
+        return await self._listing.page(wanted, groups, names, cursor=cursor, limit=limit)
 
     # Claims and attempts.
 
@@ -391,9 +433,16 @@ class Node:
         )  # fmt: skip
 
     async def list_queues(self, tenant: str, *, after: str, limit: int) -> tuple[list[QueueView], str | None]:
-        names = sorted(queue.name for queue in self.dispatcher.queues if queue.tenant == tenant and queue.name > after)
+        names = self.queue_names(tenant, after=after)
         views = [self._view(self.dispatcher.queues.ensure(tenant, name)) for name in names[:limit]]
         return views, views[-1].name if len(names) > limit else None
+
+    def queue_names(self, tenant: str, *, after: str) -> list[str]:
+        return sorted(queue.name for queue in self.dispatcher.queues if queue.tenant == tenant and queue.name > after)
+
+    def queue_settings(self, tenant: str, queue: str) -> QueueSettings | None:
+        row = self._store.get(keys.META, keys.queue_row_key(tenant, queue))
+        return None if row is None else decode_queue(row)
 
     async def put_queue(self, tenant: str, queue: str, settings: QueueSettings, *, actor: str) -> QueueView:
         return await self._change_queue(tenant, queue, PutQueue(tenant, queue, encode_row(settings), actor))
@@ -404,7 +453,7 @@ class Node:
     async def _change_queue(self, tenant: str, queue: str, command: AnyCommand) -> QueueView:
         if (tenant, queue) not in self._recorded_queues:
             self._record_queue(tenant, queue)
-        await asyncio.shield(self._replicas.propose(keys.META_GROUP, command, urgent=True).future)
+        await asyncio.shield(self.replicas.propose(keys.META_GROUP, command, urgent=True).future)
         return self._view(self.dispatcher.queues.ensure(tenant, queue))
 
     # Schedules.
@@ -427,7 +476,14 @@ class Node:
         return await self._schedules.pause(tenant, name, paused, actor=actor)
 
     async def list_schedules(self, tenant: str, *, queue: str, after: str, limit: int) -> tuple[list[ScheduleRecord], str | None]:
-        return await self._schedules.page(tenant, queue=queue, after=after, limit=limit)
+        records = await self.list_schedules_of(range(self._group_count), tenant, queue=queue, after=after, limit=limit + 1)
+        return records[:limit], records[limit - 1].definition.name if len(records) > limit else None
+
+    async def list_schedules_of(
+        self, groups: Sequence[int], tenant: str, *, queue: str, after: str, limit: int
+    ) -> list[ScheduleRecord]:
+        """The same of some groups alone."""
+        return await self._schedules.page(groups, tenant, queue=queue, after=after, limit=limit)
 
     async def start_run(
         self, tenant: str, name: str, *, run_at_ms: int, delay_ms: int, payload: bytes | None, key: str, fingerprint: bytes,
@@ -521,7 +577,7 @@ class Node:
             "dispatch_lag_ms": self.dispatcher.firing.lag_ms(),
             "loop_lag_ms": round(self._lag.lag_ms, 3),
             "audit": {"sweeps": self.dispatcher.audit.sweep_count, "repairs": dispatch.audit_repairs},
-            "log": {"turns": self._replicas.turn_count, "entries": self._replicas.entry_count, "inbox": self._replicas.inbox_count},
+            "log": {"turns": self.replicas.turn_count, "entries": self.replicas.entry_count, "inbox": self.replicas.inbox_count},
             "store": {
                 "writable": store.writable, "disk_free_bytes": store.disk_free_bytes, "disk_bytes": store.disk_bytes,
                 "memory_bytes": store.memory_bytes, "syncs": store.sync_count,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final
 
 import structlog
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import BY_CODE, InvalidRequest, NotFound, Unavailable, WheelschedError
 from wheelsched.core.ids import group_of, keyed_run_id, new_run_id, new_schedule_id
-from wheelsched.cron import Timing, ZoneData, parse, warnings
+from wheelsched.cron import Timing, ZoneData, warnings
 from wheelsched.dispatch import Dispatcher
 from wheelsched.engine.schedules import OCCURRENCE_DUE, OUTDATED
 from wheelsched.model import keys
@@ -84,9 +84,9 @@ class Schedules:
         timing, zone = self._timetable.timing(definition), self._timetable.zone(definition)
         # What cannot be written is not shown.
         runs = [at_ms for at_ms in timing.upcoming(after_ms, count) if at_ms <= SHOWN_MS_MAX]
-        if zone is None:
+        if timing.expression is None or zone is None:
             return Preview(tuple(runs), (), ())
-        advice = warnings(parse(definition.cron, name=definition.name), zone, self._clock.wall_ms())
+        advice = warnings(timing.expression, zone, self._clock.wall_ms())
         return Preview(tuple(runs), tuple(zone.local_text(at_ms) for at_ms in runs), advice)
 
     async def put(
@@ -171,8 +171,9 @@ class Schedules:
         await self._settle(tenant, name, command)
         return self._required(tenant, name)
 
-    async def page(self, tenant: str, *, queue: str, after: str, limit: int) -> tuple[list[ScheduleRecord], str | None]:
-        sources = [self._definitions(group, tenant, after) for group in range(self._group_count)]
+    async def page(self, groups: Sequence[int], tenant: str, *, queue: str, after: str, limit: int) -> list[ScheduleRecord]:
+        """At most `limit` by name, of these groups."""
+        sources = [self._definitions(group, tenant, after) for group in groups]
         records: list[ScheduleRecord] = []
         for looked_at, definition in enumerate(heapq.merge(*sources, key=lambda definition: definition.name)):
             if looked_at % 100 == 99:
@@ -180,11 +181,11 @@ class Schedules:
             if queue and definition.queue != queue:
                 continue
             if len(records) == limit:
-                return records, records[-1].definition.name
+                break
             row = self._store.get(keys.SCHEDULES, keys.course_key(self._group(tenant, definition.name), tenant, definition.name))
             if row is not None:
                 records.append(self._record(definition, decode_course(row)))
-        return records, None
+        return records
 
     def _definitions(self, group: int, tenant: str, after: str) -> Iterator[Definition]:
         prefix = keys.definitions_prefix(group, tenant)

@@ -10,7 +10,7 @@ that after a crash entries are applied again from where the state stands, each e
 """
 
 from wheelsched.replica.applying import EffectSink
-from wheelsched.replica.proposals import Batch, Proposer, propose_each
+from wheelsched.replica.proposals import Batch, Proposer, ReplicaSet, propose_each
 from wheelsched.replica.replica import Replica, Replicas
 
-__all__ = ["Batch", "EffectSink", "Proposer", "Replica", "Replicas", "propose_each"]
+__all__ = ["Batch", "EffectSink", "Proposer", "Replica", "ReplicaSet", "Replicas", "propose_each"]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.invariants import invariant
-from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, prefetch_state_keys
+from wheelsched.engine import GroupMachine, Transaction, needs_reading, prefetch_job_keys, prefetch_state_keys
 from wheelsched.model import keys
-from wheelsched.model.commands import Entry, Reply
-from wheelsched.model.effects import Effect, JobChanged
+from wheelsched.model.commands import Complete, Create, Entry, Reply
+from wheelsched.model.effects import Effect, JobChanged, JobsMoved
 from wheelsched.model.rows import GroupState, JobState, QueueCounts
 from wheelsched.model.states import LEASED
 from wheelsched.replica.proposals import Proposal
@@ -121,7 +121,7 @@ class Applier:
     def _run(self, member: Member, entry: Entry) -> tuple[Transaction, list[Reply], list[Effect]]:
         if len(member.counts) > COUNTS_KEPT_MAX:
             member.counts.clear()
-        txn = Transaction(member.group, self._store, member.counts)
+        txn = Transaction(member.group, self._store, member.counts, self._leased, self._leased_rows)
         self._preload(txn, entry)
         replies, effects = member.machine.apply(member.state, txn, entry)
         txn.finish()
@@ -129,13 +129,11 @@ class Applier:
 
     def _preload(self, txn: Transaction, entry: Entry) -> None:
         """Read what the entry will ask for in two sorted multigets instead of row by row."""
-        job_ids = []
-        for job_id in prefetch_state_keys(entry):
-            state = self._leased.get(job_id)
-            if state is None:
-                job_ids.append(job_id)
-            else:
-                txn.preload_state(state)
+        unread = needs_reading(entry.commands, Create, Complete, self._leased, self._leased_rows)
+        if not unread:
+            return
+        entry = Entry(entry.version, entry.stamp_ms, unread)
+        job_ids = [job_id for job_id in prefetch_state_keys(entry) if job_id not in self._leased]
         if len(job_ids) > 1:
             state_keys = [keys.state_key(txn.group, job_id) for job_id in job_ids]
             for job_id, row in zip(job_ids, self._store.multiget(keys.STATE, state_keys), strict=True):
@@ -155,7 +153,13 @@ class Applier:
 
     def _keep_leased(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
-            if type(effect) is JobChanged:
+            if type(effect) is JobsMoved:
+                if effect.cause == "claim":
+                    self._leased.update((state.job_id, state) for state in effect.afters)
+                else:
+                    for state in effect.befores:
+                        self._end_lease(state.job_id)
+            elif type(effect) is JobChanged:
                 after = effect.after
                 if after is not None and after.status in LEASED:
                     self._leased[after.job_id] = after

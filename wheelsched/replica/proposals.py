@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from wheelsched.model.commands import (
     StartRun,
     Update,
 )
+from wheelsched.model.rows import JobState
 
 
 class Batch:
@@ -49,9 +50,46 @@ class Batch:
 
 
 class Proposer(Protocol):
-    """The way into the log, as dispatch knows it."""
+    """The way into the log."""
 
     def propose_many(self, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False, own: bool = False) -> Batch: ...
+
+
+class ReplicaSet(Proposer, Protocol):
+    """All groups of a node, alone or replicated: what dispatch and node know of them."""
+
+    turn_count: int
+    entry_count: int
+    on_commit_ms: Callable[[float], None]
+
+    def watermark_ms(self, group: int) -> int: ...
+
+    @property
+    def inbox_count(self) -> int: ...
+
+    def recover(self) -> int:
+        """Apply what the log holds and is known to be committed; call once, before `run`. Returns the number of entries."""
+        ...
+
+    def propose(self, group: int, command: AnyCommand, *, urgent: bool = False) -> Batch: ...
+
+    def leads(self, group: int) -> bool:
+        """Whether this node may act for the group at this instant."""
+        ...
+
+    async def read_barrier(self, group: int) -> None:
+        """Return once the rows here hold everything that was acknowledged before the call. Raises NotLeader."""
+        ...
+
+    def keep_row(self, state: JobState, row: bytes) -> None: ...
+
+    async def wait_idle(self) -> None: ...
+
+    async def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 async def propose_each(

@@ -119,6 +119,13 @@ class Replicas:
         """See `Applier.keep_row`."""
         self._applier.keep_row(state, row)
 
+    def leads(self, group: int) -> bool:
+        """A group with one member is always led by it."""
+        return True
+
+    async def read_barrier(self, group: int) -> None:
+        """The rows here hold everything that was acknowledged: nobody else acknowledges."""
+
     async def wait_idle(self) -> None:
         """Return when everything proposed so far has been applied."""
         await self._idle.wait()

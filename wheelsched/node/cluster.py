@@ -1,0 +1,503 @@
+"""One node of several: the face that `api` and `cli` talk to, whatever node leads what.
+
+Each call goes to the node that leads its group, wherever it came in. A command that was refused before it was in a log is sent on, to
+whoever leads now, for as long as an election takes; one whose outcome is unknown is repeated only where that does no harm. Listings
+and depths are gathered from all leaders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+
+import msgspec
+import structlog
+
+from wheelsched.core.clock import Clock, Rng
+from wheelsched.core.errors import NotFound, OutcomeUnknown, Unavailable, WheelschedError
+from wheelsched.core.ids import group_of
+from wheelsched.core.settings import Settings
+from wheelsched.model import keys
+from wheelsched.model.commands import AnyCommand, Cancel, Complete, Create, PauseQueue, PutQueue, Release, Reply, RunNow, Update
+from wheelsched.model.rows import AttemptRow, QueueSettings, encode_row
+from wheelsched.model.schedules import Definition
+from wheelsched.model.states import Status
+from wheelsched.node import calls
+from wheelsched.node.calls import Answer, Call, Service
+from wheelsched.node.face import (
+    BackfillCounts,
+    ClaimedJob,
+    HeartbeatReply,
+    JobFilter,
+    JobPage,
+    JobRecord,
+    Preview,
+    QueueView,
+    Readiness,
+    RunPage,
+    ScheduleRecord,
+    ZonesReloaded,
+)
+from wheelsched.node.node import Node
+from wheelsched.replica.raft_replicas import RaftReplicas
+
+Result = TypeVar("Result")
+
+# An election takes a second or less, and so does finding out who won: a call waits for that before it is answered 503.
+PATIENCE_MS: Final = 4_000
+LOOK_AGAIN_S: Final = 0.02
+LATER_MAX: Final = 500
+# The longest a forwarded call may take; a claim adds its own wait.
+CALL_MS: Final = 10_000
+# Who leads what is told to all nodes when it changes, and again each second: those without a replica of a group learn it only so.
+GOSSIP_S: Final = 1.0
+
+log = structlog.get_logger()
+
+Request = Callable[[int, str, bytes, int], Awaitable[bytes]]
+
+
+class Leads(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The groups that a node leads, with their terms."""
+
+    groups: list[tuple[int, int]]
+
+
+LEADS: Final[Call[None]] = Call("leads", tuple[Leads], None, is_safe=True)
+
+
+class Directory:
+    """Who leads which group, as far as this node knows."""
+
+    def __init__(self, replicas: RaftReplicas) -> None:
+        self._replicas = replicas
+        self._told: dict[int, tuple[int, int]] = {}  # group -> (term, node)
+
+    def on_leads(self, node: int, groups: Sequence[tuple[int, int]]) -> None:
+        for group, term in groups:
+            if term >= self._told.get(group, (0, 0))[0]:
+                self._told[group] = (term, node)
+
+    def leader_of(self, group: int) -> int | None:
+        """The id of the node that leads the group; None where none is known."""
+        term, node = self._told.get(group, (0, None))
+        return self._replicas.leader_of(group) if self._replicas.term_of(group) >= term else node
+
+
+class ClusterNode:
+    """See `face.NodeFace`. `local` does what concerns the groups led here."""
+
+    def __init__(
+        self, local: Node, replicas: RaftReplicas, request: Request, peers: Callable[[], Sequence[int]]
+    ) -> None:
+        """`request(node, method, body, timeout_ms)` as of `cluster.Transport`; `peers()`: ids of the other nodes."""
+        self.local = local
+        self.settings: Settings = local.settings
+        self.clock: Clock = local.clock
+        self.rng: Rng = local.rng
+        self.replicas = replicas
+        self._own_id = replicas.node_id
+        self._request = request
+        self._peers = peers
+        self._directory = Directory(replicas)
+        self.service = Service(local, self._directory.leader_of)
+        self._group_count = local.settings.cluster.group_count
+        self._later: deque[tuple[int, AnyCommand]] = deque()
+        self._later_wake = asyncio.Event()
+        self._gossip_wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._turn = 0
+        local.on_office = self._gossip_wake.set
+        local.propose_later = self._propose_later
+
+    # Life.
+
+    async def run(self) -> None:
+        """Serve until `stop`: leaderships are handed over first, so that nobody waits for an election."""
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(self.local.run(), name="node")
+            others = [
+                tasks.create_task(self._propose_what_waits(), name="proposals"),
+                tasks.create_task(self._gossip(), name="gossip"),
+                tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
+            ]
+            await asyncio.wait({running})
+            for task in others:
+                task.cancel()
+
+    async def _hand_over_and_stop(self) -> None:
+        await self._stop.wait()
+        left = await self.replicas.hand_over()
+        log.info("leaderships_handed_over", left=left)
+        self.local.stop()
+
+    def drain(self) -> None:
+        """Refuse new work and answer every long poll; what is under way goes on."""
+        self.local.drain()
+
+    def stop(self) -> None:
+        """Make `run` return once leaderships are handed over and everything proposed has been answered."""
+        self.drain()
+        self._stop.set()
+
+    async def answer(self, sender: int, method: str, body: bytes) -> bytes:
+        """A call of another node."""
+        if method == LEADS.name:
+            (leads,) = LEADS.decode(body)
+            self._directory.on_leads(sender, leads.groups)
+            return b"\xc0"
+        return await self.service.answer(method, body)
+
+    async def _gossip(self) -> None:
+        while True:
+            led = [(group, self.replicas.term_of(group)) for group in self.local.dispatcher.led]
+            body = LEADS.encode((Leads(led),))
+            await asyncio.gather(*(self._tell(node, LEADS.name, body) for node in self._peers()))
+            self._gossip_wake.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._gossip_wake.wait(), GOSSIP_S)
+
+    async def _tell(self, node: int, method: str, body: bytes) -> None:
+        with suppress(WheelschedError):  # it is told again in a second
+            await self._request(node, method, body, 1_000)
+
+    def _propose_later(self, group: int, command: AnyCommand) -> None:
+        """A command that nobody waits for and that may be proposed twice: it is, until it is applied."""
+        self._later.append((group, command))
+        self._later_wake.set()
+
+    async def _propose_what_waits(self) -> None:
+        while True:
+            await self._later_wake.wait()
+            self._later_wake.clear()
+            while self._later:
+                taken = [self._later.popleft() for _ in range(min(LATER_MAX, len(self._later)))]
+                for pair, answer in zip(taken, await self._propose_all(taken), strict=True):
+                    if answer.code in _AGAIN:
+                        self._propose_later(*pair)
+
+    # Who is asked.
+
+    async def _ask(self, group: int, call: Call[Result], *arguments: Any, timeout_ms: int = CALL_MS) -> Result:
+        """The answer of whoever leads the group."""
+        until_ms = self.clock.mono_ms() + PATIENCE_MS
+        while True:
+            leader = self._directory.leader_of(group)
+            try:
+                if leader is None:
+                    raise Unavailable(f"group {group} has no leader at the moment; try again in a second", retry_after_s=1)
+                return await self._ask_node(leader, call, *arguments, timeout_ms=timeout_ms)
+            except Unavailable:
+                if self.clock.mono_ms() >= until_ms:
+                    raise
+            except OutcomeUnknown:
+                if not call.is_safe or self.clock.mono_ms() >= until_ms:
+                    raise
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _ask_node(self, node: int, call: Call[Result], *arguments: Any, timeout_ms: int = CALL_MS) -> Result:
+        if node == self._own_id:
+            result: Result = await getattr(self.service, call.name)(*arguments)
+            return result
+        return call.decode_result(await self._request(node, call.name, call.encode(arguments), timeout_ms))
+
+    async def _ask_leaders(self, call: Call[Result], arguments: Callable[[list[int]], tuple[Any, ...]]) -> list[Result]:
+        """The answers of all nodes that lead groups; `arguments(groups)` of each."""
+        until_ms = self.clock.mono_ms() + PATIENCE_MS
+        while True:
+            by_leader: dict[int | None, list[int]] = {}
+            for group in range(self._group_count):
+                by_leader.setdefault(self._directory.leader_of(group), []).append(group)
+            try:
+                if None in by_leader:
+                    raise Unavailable(f"{len(by_leader[None])} groups have no leader at the moment; try again in a second", retry_after_s=1)
+                asked = [self._ask_node(node, call, *arguments(groups)) for node, groups in by_leader.items() if node is not None]
+                return list(await asyncio.gather(*asked))
+            except (Unavailable, OutcomeUnknown):
+                if self.clock.mono_ms() >= until_ms:
+                    raise
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _group(self, job_id: bytes) -> int:
+        return group_of(job_id, self._group_count)
+
+    # Admission and writes.
+
+    def new_job_id(self) -> bytes:
+        return self.local.new_job_id()
+
+    def check_admission(self, *, new_jobs: bool = True) -> None:
+        self.local.check_admission(new_jobs=new_jobs)
+
+    async def propose(self, command: AnyCommand) -> Reply:
+        if isinstance(command, (Cancel, RunNow, Update)):
+            return await self._ask(self._group(command.job_id), calls.CHANGE_JOB, command)
+        return (await self._propose([(calls.group_of_command(command, self._group_count), command)]))[0]
+
+    async def propose_many(self, commands: Sequence[AnyCommand]) -> list[Reply]:
+        self.local.note_queues(commands)
+        return await self._propose([(calls.group_of_command(command, self._group_count), command) for command in commands])
+
+    async def _propose(self, pairs: Sequence[tuple[int, AnyCommand]]) -> list[Reply]:
+        """Replies in order. One command that came to nothing raises; among many it is a refusal, and the others stand."""
+        answers = await asyncio.shield(self._propose_all(pairs))
+        if len(answers) == 1 and answers[0].reply is None:
+            raise calls.error_of(_told(answers[0]))
+        return [answer.reply or _refused(answer) for answer in answers]
+
+    async def _propose_all(self, pairs: Sequence[tuple[int, AnyCommand]]) -> list[Answer]:
+        until_ms = self.clock.mono_ms() + PATIENCE_MS
+        answers: list[Answer] = [_UNKNOWN] * len(pairs)
+        left = list(range(len(pairs)))
+        while left:
+            by_leader: dict[int | None, list[int]] = {}
+            for position in left:
+                by_leader.setdefault(self._directory.leader_of(pairs[position][0]), []).append(position)
+            results = await asyncio.gather(*(self._propose_to(node, pairs, places) for node, places in by_leader.items()))
+            for places, result in zip(by_leader.values(), results, strict=True):
+                for place, answer in zip(places, result, strict=True):
+                    answers[place] = answer
+            left = [place for place in left if answers[place].code == calls.NOT_LEADER]
+            if left and self.clock.mono_ms() >= until_ms:
+                break
+            if left:
+                await asyncio.sleep(LOOK_AGAIN_S)
+        return answers
+
+    async def _propose_to(self, node: int | None, pairs: Sequence[tuple[int, AnyCommand]], places: Sequence[int]) -> list[Answer]:
+        if node is None:
+            return [_NO_LEADER] * len(places)
+        try:
+            return await self._ask_node(node, calls.PROPOSE, [pairs[place] for place in places])
+        except Unavailable:  # nothing was sent, or nothing was taken
+            return [_NO_LEADER] * len(places)
+        except WheelschedError as error:
+            if not all(_is_safe(pairs[place][1]) for place in places):
+                return [Answer(None, error.code, error.detail)] * len(places)
+            return [_NO_LEADER] * len(places)
+
+    # Reads.
+
+    async def read_job(self, tenant: str, job_id: bytes) -> JobRecord | None:
+        return await self._ask(self._group(job_id), calls.READ_JOB, tenant, job_id)
+
+    async def read_attempts(self, tenant: str, job_id: bytes) -> tuple[JobRecord, list[tuple[int, AttemptRow]]] | None:
+        return await self._ask(self._group(job_id), calls.READ_ATTEMPTS, tenant, job_id)
+
+    async def list_jobs(self, wanted: JobFilter, *, cursor: bytes | None, limit: int) -> JobPage:
+        pages = await self._ask_leaders(calls.LIST_JOBS, lambda groups: (wanted, groups, cursor, limit))
+        return _merged(pages, limit)
+
+    # Claims and attempts.
+
+    async def claim(
+        self, tenant: str, queues: Sequence[str], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
+    ) -> list[ClaimedJob]:
+        until_ms = self.clock.mono_ms() + wait_ms
+        while True:
+            for node in self._in_turn():
+                try:
+                    jobs = await self._ask_node(node, calls.CLAIM_NOW, tenant, list(queues), jobs_max, lease_ms, worker)
+                except (Unavailable, OutcomeUnknown):
+                    continue
+                if jobs:
+                    return jobs
+            left_ms = until_ms - self.clock.mono_ms()
+            if left_ms <= 0:
+                return []
+            jobs = await self.local.claim(
+                tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=min(left_ms, 100), worker=worker
+            )
+            if jobs:
+                return jobs
+
+    def _in_turn(self) -> list[int]:
+        nodes = sorted([self._own_id, *self._peers()])
+        self._turn = (self._turn + 1) % len(nodes)
+        return nodes[self._turn :] + nodes[: self._turn]
+
+    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
+        for job in jobs:
+            state = job.state
+            self._propose_later(self._group(state.job_id), Release(state.job_id, state.attempt, state.fencing))
+
+    async def heartbeat(
+        self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
+    ) -> HeartbeatReply:
+        return await self._ask(self._group(job_id), calls.HEARTBEAT, job_id, attempt, fencing, lease_ms, progress)
+
+    async def complete(
+        self, job_id: bytes, attempt: int, fencing: int, *, outcome: int, error: bytes, result: bytes, retry_after_ms: int
+    ) -> Reply:
+        return (await self.complete_many(((job_id, attempt, fencing, outcome, error, result, retry_after_ms),)))[0]
+
+    async def complete_many(self, completions: Sequence[tuple[bytes, int, int, int, bytes, bytes, int]]) -> list[Reply]:
+        draw = self.rng.getrandbits
+        commands = [
+            Complete(job_id, attempt, fencing, outcome, draw(32), error, result, retry_after_ms)
+            for job_id, attempt, fencing, outcome, error, result, retry_after_ms in completions
+        ]
+        return await self._propose([(self._group(command.job_id), command) for command in commands])
+
+    # Queues.
+
+    async def queue_view(self, tenant: str, queue: str) -> QueueView | None:
+        views = await self._views(tenant, [queue])
+        return views[0] if views else None
+
+    async def list_queues(self, tenant: str, *, after: str, limit: int) -> tuple[list[QueueView], str | None]:
+        found = await self._ask_leaders(calls.QUEUE_NAMES, lambda _: (tenant, after, limit + 1))
+        names = sorted({name for names in found for name in names})
+        views = await self._views(tenant, names[:limit])
+        return views, views[-1].name if len(names) > limit else None
+
+    async def _views(self, tenant: str, names: list[str]) -> list[QueueView]:
+        by_name: dict[str, list[QueueView]] = {}
+        for views in await self._ask_leaders(calls.QUEUE_VIEWS, lambda _: (tenant, names)):
+            for view in views:
+                by_name.setdefault(view.name, []).append(view)
+        return [_summed(by_name[name]) for name in names if name in by_name]
+
+    async def put_queue(self, tenant: str, queue: str, settings: QueueSettings, *, actor: str) -> QueueView:
+        return await self._change_queue(tenant, queue, PutQueue(tenant, queue, encode_row(settings), actor))
+
+    async def pause_queue(self, tenant: str, queue: str, paused: bool, *, actor: str) -> QueueView:
+        return await self._change_queue(tenant, queue, PauseQueue(tenant, queue, paused, actor))
+
+    async def _change_queue(self, tenant: str, queue: str, command: AnyCommand) -> QueueView:
+        self.local.note_queue(tenant, queue)
+        await self._propose([(keys.META_GROUP, command)])
+        view = await self.queue_view(tenant, queue)
+        settings = await self._ask(keys.META_GROUP, calls.QUEUE_SETTINGS, tenant, queue)
+        if view is None or settings is None:
+            raise NotFound(f"no queue {queue}")
+        # The other nodes learn it by their replica of the meta group, within a moment; the caller sees it now.
+        return replace(view, settings=settings)
+
+    # Schedules.
+
+    def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview:
+        return self.local.preview(definition, after_ms=after_ms, count=count)
+
+    async def put_schedule(
+        self, definition: Definition, *, create: bool = False, if_version: int = 0, paused: bool | None = None, actor: str = ""
+    ) -> tuple[ScheduleRecord, bool]:
+        group = self._schedule_group(definition.tenant, definition.name)
+        return await self._ask(group, calls.PUT_SCHEDULE, definition, create, if_version, paused, actor)
+
+    async def read_schedule(self, tenant: str, name: str) -> ScheduleRecord | None:
+        return await self._ask(self._schedule_group(tenant, name), calls.READ_SCHEDULE, tenant, name)
+
+    async def drop_schedule(self, tenant: str, name: str, *, actor: str) -> None:
+        await self._ask(self._schedule_group(tenant, name), calls.DROP_SCHEDULE, tenant, name, actor)
+
+    async def pause_schedule(self, tenant: str, name: str, paused: bool, *, actor: str) -> ScheduleRecord:
+        return await self._ask(self._schedule_group(tenant, name), calls.PAUSE_SCHEDULE, tenant, name, paused, actor)
+
+    async def list_schedules(self, tenant: str, *, queue: str, after: str, limit: int) -> tuple[list[ScheduleRecord], str | None]:
+        found = await self._ask_leaders(calls.LIST_SCHEDULES, lambda groups: (tenant, groups, queue, after, limit + 1))
+        records = sorted((record for part in found for record in part), key=lambda record: record.definition.name)
+        return records[:limit], records[limit - 1].definition.name if len(records) > limit else None
+
+    async def start_run(
+        self, tenant: str, name: str, *, run_at_ms: int, delay_ms: int, payload: bytes | None, key: str, fingerprint: bytes,
+        actor: str,
+    ) -> Reply:  # fmt: skip
+        group = self._schedule_group(tenant, name)
+        return await self._ask(group, calls.START_RUN, tenant, name, run_at_ms, delay_ms, payload, key, fingerprint, actor)
+
+    async def backfill(self, tenant: str, name: str, *, from_ms: int, to_ms: int, actor: str) -> BackfillCounts:
+        group = self._schedule_group(tenant, name)
+        return await self._ask(group, calls.BACKFILL, tenant, name, from_ms, to_ms, actor, timeout_ms=10 * CALL_MS)
+
+    async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
+        return await self._ask(self._schedule_group(tenant, name), calls.LIST_RUNS, tenant, name, cursor, limit)
+
+    async def reload_zones(self) -> ZonesReloaded:
+        nodes = [self._own_id, *self._peers()]
+        found = await asyncio.gather(*(self._ask_node(node, calls.RELOAD_ZONES) for node in nodes))
+        zones = sorted({zone for each in found for zone in each.zones})
+        return ZonesReloaded(found[0].version, tuple(zones), sum(each.moved for each in found))
+
+    def _schedule_group(self, tenant: str, name: str) -> int:
+        return self.local.dispatcher.group_of_schedule(tenant, name)
+
+    # The clock, and what operators see.
+
+    @property
+    def clock_is_virtual(self) -> bool:
+        return self.local.clock_is_virtual
+
+    async def advance_clock(self, to_ms: int) -> int:
+        raise NotFound("the clock of a cluster is real; `wheelsched dev --clock virtual` has one that can be moved")
+
+    def readiness(self) -> Readiness:
+        readiness = self.local.readiness()
+        missing = [group for group in (keys.META_GROUP, *range(self._group_count)) if self._directory.leader_of(group) is None]
+        if missing:
+            return Readiness(False, (*readiness.reasons, f"{len(missing)} groups have no leader that this node knows of"))
+        return readiness
+
+    def status(self) -> dict[str, Any]:
+        readiness = self.readiness()
+        return self.local.status() | {"ready": readiness.ready, "reasons": list(readiness.reasons), "led": list(self.local.dispatcher.led)}
+
+    def render_metrics(self) -> tuple[bytes, str]:
+        return self.local.render_metrics()
+
+
+# What came to nothing, or may have: such a command is proposed again.
+_AGAIN: Final = frozenset({calls.NOT_LEADER, Unavailable.code, OutcomeUnknown.code})
+_UNKNOWN: Final = Answer(None, OutcomeUnknown.code, "not answered")
+_NO_LEADER: Final = Answer(None, calls.NOT_LEADER, "no node leads the job's group at the moment; try again in a second")
+
+
+def _told(answer: Answer) -> Answer:
+    """As callers know it: there is no telling them who leads."""
+    return Answer(None, Unavailable.code, answer.detail) if answer.code == calls.NOT_LEADER else answer
+
+
+def _refused(answer: Answer) -> Reply:
+    return Reply(_told(answer).code, answer.detail)
+
+
+def _highest(values: Iterable[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _is_safe(command: AnyCommand) -> bool:
+    """Whether applying it twice is as good as once. A job without a key would be there twice."""
+    return not (isinstance(command, Create) and not command.fingerprint)
+
+
+def _merged(pages: Sequence[JobPage], limit: int) -> JobPage:
+    """One page of several, each of other groups: in order of (fire_at, id), up to where every part has been read."""
+    ends = [page.cursor for page in pages if page.cursor is not None]
+    read_to = min(ends, default=None)
+    rows = sorted(
+        ((keys.time_id(record.state.fire_at_ms, record.state.job_id), record) for page in pages for record in page.jobs),
+        key=lambda row: row[0],
+    )
+    complete = [row for row in rows if read_to is None or row[0] <= read_to]
+    if len(complete) > limit:
+        return JobPage([record for _, record in complete[:limit]], complete[limit - 1][0])
+    return JobPage([record for _, record in complete], read_to)
+
+
+def _summed(views: Sequence[QueueView]) -> QueueView:
+    """One queue as all leaders see their part of it. The quantiles of lateness are those of the worst part."""
+    depth: dict[Status, tuple[int, int, int]] = {}
+    for view in views:
+        for status, counts in view.depth.items():
+            before = depth.get(status, (0, 0, 0))
+            depth[status] = (before[0] + counts[0], before[1] + counts[1], before[2] + counts[2])
+    first = views[0]
+    return QueueView(
+        first.tenant, first.name, first.settings, depth, sum(view.running for view in views),
+        _highest(view.oldest_ready_age_s for view in views), _highest(view.lateness_p50_s for view in views),
+        _highest(view.lateness_p99_s for view in views),
+    )  # fmt: skip
