@@ -18,18 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
+from msgspec.structs import replace
 
 import wheelsched
 from wheelsched.cli.errors import FAILURE, INTERRUPTED, OK, CommandFailed
 from wheelsched.cli.options import json_option
 from wheelsched.cli.output import Output
 from wheelsched.core.errors import WheelschedError
-from wheelsched.core.settings import Settings
+from wheelsched.core.settings import Settings, split_address
 from wheelsched.runtime.config import Value, data_dir, load_settings
 from wheelsched.runtime.logs import setup_logs
 
 if TYPE_CHECKING:
-    from wheelsched.node import Node
+    from wheelsched.node import ClusterNode, Node
 
 DEV_GROUP_COUNT: Final = 8
 # After the drain (http.drain_s) the node has this long to apply, flush and close.
@@ -79,22 +80,27 @@ def dev(
 @click.command()
 @click.option("-c", "--config", "file", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Settings (YAML).")
 @click.option("--node", "node_id", metavar="ID", help="Which node this is; wins over node.id.")
+@click.option(
+    "--without", metavar="ID", multiple=True,
+    help="At the very first start of a cluster: do not wait for this node, which never ran. May be given more than once.",
+)  # fmt: skip
 @json_option
-def serve(output: Output, file: Path, node_id: str | None) -> int:
-    """Run a node from a settings file.
+def serve(output: Output, file: Path, node_id: str | None, without: tuple[str, ...]) -> int:
+    """Run a node from a settings file; one of several where it names them in cluster.nodes.
 
     \b
     Example:
       wheelsched serve -c conf/production.yaml --node n1
+      wheelsched serve -c conf/cluster.yaml --node n2
     """
     overrides: dict[str, Value] = {} if node_id is None else {"node.id": node_id}
-    return run_node(load_settings(file, overrides=overrides), output)
+    return run_node(load_settings(file, overrides=overrides), output, without=without)
 
 
-def run_node(settings: Settings, output: Output) -> int:
+def run_node(settings: Settings, output: Output, *, without: tuple[str, ...] = ()) -> int:
     """Run a node until a signal asks it to stop; the exit code."""
     setup_logs(level=settings.logging.level, format=settings.logging.format)
-    return run_loop(lambda: _serve(settings, output))
+    return run_loop(lambda: _serve(settings, output, without))
 
 
 def run_loop(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -132,17 +138,17 @@ def _first(group: BaseExceptionGroup[Any]) -> Exception:
     return error
 
 
-async def _serve(settings: Settings, output: Output) -> int:
-    from wheelsched.node import open_node
-    from wheelsched.store.errors import StoreError
-
+async def _serve(settings: Settings, output: Output, without: tuple[str, ...]) -> int:
     stop = _Stop()
     stop.listen()
-    try:
-        node = await open_node(settings)
-    except StoreError as error:
-        # In use, foreign or corrupt: the message names directory and remedy.
-        raise CommandFailed(str(error)) from error
+    opening = asyncio.ensure_future(_open(settings, output, without))
+    if await stop.wait_or(opening):
+        # The first start of a cluster waits for all of its nodes; nothing was served yet, so nothing has to be finished.
+        opening.cancel()
+        await asyncio.wait({opening})
+        if opening.cancelled():
+            return OK
+    node, settings = await opening
     calm_gc()
     async with asyncio.TaskGroup() as tasks:
         # `run` closes the store, however it ends: also where the port is taken.
@@ -150,7 +156,31 @@ async def _serve(settings: Settings, output: Output) -> int:
         return await _answer_until_stopped(node, running, settings, output, stop)
 
 
-async def _answer_until_stopped(node: Node, running: asyncio.Task[None], settings: Settings, output: Output, stop: _Stop) -> int:
+async def _open(settings: Settings, output: Output, without: tuple[str, ...]) -> tuple[Node | ClusterNode, Settings]:
+    """The node, ready to run, and its settings with the addresses that are its own."""
+    from wheelsched.node import open_cluster_node, open_node
+    from wheelsched.store.errors import StoreError
+
+    nodes = settings.cluster.nodes
+    try:
+        if not nodes:
+            return await open_node(settings), settings
+        own = next(node for node in nodes if node.id == settings.node.id)
+        host, port = split_address(own.http)
+        settings = replace(settings, http=replace(settings.http, host=host, port=port))
+        output.say(f"{own.id} of {settings.cluster.name} ({', '.join(node.id for node in nodes)}) starts; peers reach it at {own.peer}")
+        sys.stdout.flush()
+        return await open_cluster_node(settings, without=without), settings
+    except StoreError as error:
+        # In use, foreign or corrupt: the message names directory and remedy.
+        raise CommandFailed(str(error)) from error
+    except (OSError, ValueError) as error:
+        raise CommandFailed(f"the node cannot start: {error}") from error
+
+
+async def _answer_until_stopped(
+    node: Node | ClusterNode, running: asyncio.Task[None], settings: Settings, output: Output, stop: _Stop
+) -> int:
     from wheelsched import api
 
     try:
@@ -221,7 +251,7 @@ class _Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
 
-    async def wait_or(self, running: asyncio.Task[None]) -> bool:
+    async def wait_or(self, running: asyncio.Task[Any]) -> bool:
         """Return when a signal came (True) or the node ended by itself (False)."""
         waiting = asyncio.ensure_future(self._wanted.wait())
         try:

@@ -158,7 +158,8 @@ class Pong(Body, frozen=True, array_like=True, gc=False):
 class Chunk(Body, frozen=True, array_like=True, gc=False):
     """A piece of a snapshot, opaque here. `sequence` counts from 0; the last one is empty and marked.
 
-    `stream` is drawn for each time that a snapshot is sent: a sender that was restarted may use its snapshot ids again. `crc` is made where the piece is made, and checked before it is handed on: it outlives the frame when a piece is sent again."""
+    `stream` is drawn for each time that a snapshot is sent: a sender that was restarted may use its snapshot ids again. `crc` is made
+    where the piece is made, and checked before it is handed on: it outlives the frame when a piece is sent again."""
 
     group: int
     snapshot_id: int

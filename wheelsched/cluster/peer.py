@@ -59,7 +59,6 @@ class Peer:
         self.has_cluster = False  # whether `wire` leads to a member, and not to a blank node
         self.connected = asyncio.Event()
         self.calls: dict[int, Call] = {}
-        self.unreachable_told = False
         # Counted over all connections.
         self.connects = 0
         self.sent_messages = self.received_messages = self.dropped_messages = 0
@@ -137,7 +136,8 @@ class Peer:
 
         Messages before requests: elections wait for nobody."""
         dropped = 0
-        while (self._raft or self._requests) and wire.waiting_bytes < HIGH_WATER_BYTES:
+        # Up to above the mark: only a connection that was told to pause is told to go on.
+        while (self._raft or self._requests) and wire.waiting_bytes <= HIGH_WATER_BYTES:
             if self._raft:
                 dropped += self._put_messages(wire)
                 continue

@@ -54,7 +54,7 @@ from wheelsched.cluster.peer import Call, Peer, PeerAddress
 from wheelsched.cluster.snapshots import IncomingSnapshots, OutgoingSnapshot, Throttle
 from wheelsched.cluster.wire import ConnectionEnded, Wire
 from wheelsched.core.clock import Clock, Rng
-from wheelsched.core.errors import InvalidRequest, OutcomeUnknown, PayloadTooLarge
+from wheelsched.core.errors import OutcomeUnknown, PayloadTooLarge
 from wheelsched.raft import AnyMessage, Append, is_sound
 
 log = structlog.get_logger(__name__)
@@ -63,6 +63,7 @@ log = structlog.get_logger(__name__)
 _ENVELOPE_BYTES: Final = 1024
 REQUEST_BODY_BYTES_MAX: Final = BODY_BYTES_MAX - _ENVELOPE_BYTES
 _PINGS_KEPT: Final = 16
+_REFUSED_KEPT: Final = 100
 
 OnRaft = Callable[[int, Sequence[tuple[int, AnyMessage]]], None]
 OnRequest = Callable[[int, str, bytes], Awaitable[bytes]]
@@ -85,6 +86,7 @@ class Handlers:
     `on_request(sender, method, body)`: the answer's body; a `WheelschedError` reaches the caller as it is. Cancelled when the caller
     has gone or its time is over. `on_snapshot_chunk(sender, group, snapshot_id, sequence, data, last)`: see `IncomingSnapshots`.
     `on_snapshot_lost(sender, group, snapshot_id)`: no more of it will come. `on_unreachable(node)`: messages to it were lost.
+    `on_not_connected(node, reason)`: an attempt to connect failed, each time; the bootstrap wants to know who refuses it and why.
     `admit(hello)`: called on both sides before anything else is exchanged; why not, or None. The place to make a peer's incarnation
     durable and to refuse another one.
     """
@@ -94,6 +96,7 @@ class Handlers:
     on_snapshot_chunk: OnChunk
     on_snapshot_lost: Callable[[int, int, int], None] = _ignore
     on_unreachable: Callable[[int], None] = _ignore
+    on_not_connected: Callable[[int, str], None] = _ignore
     admit: Callable[[Hello], Awaitable[str | None]] = _admit_all
 
 
@@ -173,6 +176,7 @@ class _Link:
     calls: Calls | None = None  # the peer's requests that are under way here
     pings: dict[int, int] = field(default_factory=dict)  # number -> when sent, monotonic
     ping_due_mono_ms: int = 0
+    address: str = ""  # of the other end
 
 
 class Transport:
@@ -182,7 +186,7 @@ class Transport:
 
     def __init__(
         self, identity: Identity, listen: tuple[str, int], peers: Mapping[int, PeerAddress], handlers: Handlers,
-        *, clock: Clock, rng: Rng, tls: Tls | None = None, options: TransportOptions = TransportOptions(),  # noqa: B008 - frozen
+        *, clock: Clock, rng: Rng, tls: Tls | None = None, options: TransportOptions = TransportOptions(),
     ) -> None:  # fmt: skip
         self.identity = identity
         self._listen = listen
@@ -208,6 +212,7 @@ class Transport:
         )  # fmt: skip
         self.offsets = ClockOffsets(len(peers) + 1)
         self._counts = {"frames_refused": 0, "frames_unknown": 0, "greetings_refused": 0, "messages_unsound": 0}
+        self._refused: dict[str, str] = {}  # who was refused last, and why
         self._set_peers(peers)
 
     # ---- life
@@ -218,11 +223,16 @@ class Transport:
             host, port = self._listen
             loop = asyncio.get_running_loop()
             try:
-                self._server = await loop.create_server(
-                    self._accept, host, port, ssl=self._tls.listener if self._tls else None, start_serving=False,
+                server = await loop.create_server(
+                    self._accept, host, port, start_serving=False, ssl=self._tls.listener if self._tls else None,
+                    ssl_handshake_timeout=self._options.greeting_ms / 1_000 if self._tls else None,
                 )  # fmt: skip
             except OSError as error:
                 raise OSError(error.errno, f"cannot listen for peers on {host}:{port}: {error.strerror}") from error
+            if self.port:  # somebody else bound one meanwhile
+                server.close()
+            else:
+                self._server = server
         return self.port
 
     @property
@@ -237,24 +247,33 @@ class Transport:
         self._failure = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                self._dial_new_peers()
-                self._start_task(self._sweep(), "peer sweep")
-                await self._server.start_serving()
-                if self._tls is None and not self.identity.secret:
-                    log.info("peers_not_authenticated", port=self.port, advice="set cluster.tls, or cluster.secret_file")
-                await self._failure
+                try:
+                    self._dial_new_peers()
+                    self._start_task(self._sweep(), "peer sweep")
+                    await self._server.start_serving()
+                    if self._tls is None and not self.identity.secret:
+                        log.info("peers_not_authenticated", port=self.port, advice="set cluster.tls, or cluster.secret_file")
+                    await self._failure
+                finally:
+                    # In one go, and before the tasks are cancelled: nothing may start a task in a group that ends.
+                    self._stop()
         except BaseExceptionGroup as group:
-            # Of several things that broke, the first says why.
             raise group.exceptions[0] from group
         finally:
-            self._tasks = None
+            # An aborted connection ends in the next turn of the loop; its socket is not left to the garbage collector.
+            for wire in list(self._links):
+                await wire.wait_ended()
+
+    def _stop(self) -> None:
+        self._tasks = None
+        self._dialers.clear()
+        if self._server is not None:
             self._server.close()
             self._server = None
-            for wire in list(self._links):
-                wire.abort("this node stops")
-            for peer in self._peers.values():
-                self._end_calls(peer, "this node stops")
-            self._dialers.clear()
+        for wire in list(self._links):
+            wire.abort("this node stops")
+        for peer in self._peers.values():
+            self._end_calls(peer, "this node stops")
 
     def adopt(self, cluster_id: bytes) -> None:
         """This node belongs to a cluster from now on: every connection is made anew, and says so."""
@@ -298,7 +317,14 @@ class Transport:
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         assert self._tasks is not None
-        return self._tasks.create_task(work, name=name)
+        task = self._tasks.create_task(work, name=name)
+        task.add_done_callback(self._on_task_done)
+        return task
+
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        # The group has taken note and ends; a task that is started from now on would be one that nobody cancels.
+        if not task.cancelled() and task.exception() is not None:
+            self._stop()
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is not None and not self._failure.done():
@@ -448,6 +474,7 @@ class Transport:
             if why != peer.last_refusal:
                 peer.last_refusal = why
                 log.warning("peer_not_connected", peer=address.name, host=address.host, port=address.port, reason=why)
+            self._handlers.on_not_connected(peer.node, why)
             return None
         except asyncio.CancelledError:
             wire.abort("this node stops")
@@ -468,6 +495,7 @@ class Transport:
         await self._admit(link, theirs, refusal)
         wire.write(Kind.CONFIRM, encode_body(Confirm(self._proof(mine, theirs, by_caller=True))))
         await self._next(wire, Kind.CONFIRM)
+        _check_open(wire)
         self._note_settings(peer, mine, theirs)
         version = agreed_version(mine, theirs)
         assert version is not None
@@ -475,7 +503,6 @@ class Transport:
             peer.wire, peer.has_cluster = wire, bool(mine.cluster_id and theirs.cluster_id)
             peer.connects += 1
             peer.last_refusal = ""
-            peer.unreachable_told = False
             peer.connected.set()
             log.info("peer_connected", peer=theirs.name, release=theirs.release, protocol=version)
         wire.talk(version, BODY_BYTES_MAX, self._on_answer, self._fill)
@@ -483,15 +510,16 @@ class Transport:
     # ---- listening
 
     def _accept(self) -> Wire:
-        wire = self._make_wire()
-        greeting = sum(not wire.is_talking for wire in self._links)
-        if self._tasks is not None and greeting < self._options.greetings_max:
-            self._links[wire] = _Link(wire, is_caller=False)
-            self._start_task(self._greet_as_listener(self._links[wire]), "peer greeting")
-        else:
+        return Wire(mono_ms=self._clock.mono_ms, on_fault=self._fail, on_end=self._on_end, on_made=self._on_made)
+
+    def _on_made(self, wire: Wire) -> None:
+        greeting = sum(not (link.is_caller or link.wire.is_talking) for link in self._links.values())
+        if self._tasks is None or greeting >= self._options.greetings_max:
             self._counts["greetings_refused"] += 1
-            asyncio.get_running_loop().call_soon(wire.abort, "too many connections that have not said who they are")
-        return wire
+            wire.abort("too many connections that have not said who they are")
+            return
+        link = self._links[wire] = _Link(wire, is_caller=False, address=str((wire.extra("peername") or ("unknown",))[0]))
+        self._start_task(self._greet_as_listener(link), "peer greeting")
 
     async def _greet_as_listener(self, link: _Link) -> None:
         wire = link.wire
@@ -500,8 +528,11 @@ class Transport:
         except (ConnectionEnded, FrameError) as error:
             wire.abort(str(error))
             self._counts["greetings_refused"] += 1
-            who = link.hello.name if link.hello is not None else str((wire.extra("peername") or ("unknown",))[0])
-            log.warning("peer_refused", peer=who, reason=str(error))
+            who = link.hello.name if link.hello is not None else ""
+            # A peer comes back every other second; each reason is said once. Who says nothing at all is a probe of the port.
+            if wire.received_bytes and self._refused.get(who) != str(error):
+                self._refused = {**(self._refused if len(self._refused) < _REFUSED_KEPT else {}), who: str(error)}
+                log.warning("peer_refused", peer=who or "unknown", address=link.address, reason=str(error))
 
     async def _exchange_as_listener(self, link: _Link) -> None:
         wire = link.wire
@@ -516,6 +547,8 @@ class Transport:
         confirm = decode_body(Kind.CONFIRM, await self._next(wire, Kind.CONFIRM), Confirm)
         proven = is_proof(confirm.proof, self._proof(theirs, mine, by_caller=True))
         await self._admit(link, theirs, None if proven else secret_refusal(theirs))
+        _check_open(wire)
+        self._refused.pop(theirs.name, None)
         wire.write(Kind.CONFIRM, encode_body(Confirm()))
         self._note_settings(peer, mine, theirs)
         link.peer = peer
@@ -555,6 +588,8 @@ class Transport:
             refusal = certificate_refusal(theirs, link.wire.extra("peercert"))
         if refusal is None and (reason := await self._handlers.admit(theirs)) is not None:
             refusal = Refusal("not-admitted", reason)
+        # Looked at again: the list of peers may have changed meanwhile.
+        refusal = refusal or self._stranger(theirs, self._peers.get(theirs.raft_id))
         await self._reject(link.wire, refusal)
 
     async def _reject(self, wire: Wire, refusal: Refusal | None) -> None:
@@ -612,6 +647,8 @@ class Transport:
             self._tell_unreachable(peer)
 
     def _tell_unreachable(self, peer: Peer) -> None:
+        if self._tasks is None:
+            return
         try:
             self._handlers.on_unreachable(peer.node)
         except Exception as error:
@@ -775,6 +812,12 @@ class Transport:
                 call.answer.set_exception(
                     OutcomeUnknown(f"{peer.address.name} did not answer {call.method} in time; repeat it with the same key")
                 )
+
+
+def _check_open(wire: Wire) -> None:
+    """What ended while something was awaited must not be taken for connected: nobody would be told of its end again."""
+    if not wire.is_open:
+        raise ConnectionEnded(wire.ended_because)
 
 
 def _is_unsound(group: int, message: AnyMessage) -> bool:

@@ -28,8 +28,12 @@ class Wire(asyncio.Protocol):
     `on_fault` is called with what a callback raised and nobody handles: the node is broken and must stop. `on_end` is called once, with
     the wire; then `ended_because` says why."""
 
-    def __init__(self, *, mono_ms: Callable[[], int], on_fault: Callable[[BaseException], None], on_end: Callable[[Wire], None]) -> None:
+    def __init__(
+        self, *, mono_ms: Callable[[], int], on_fault: Callable[[BaseException], None], on_end: Callable[[Wire], None],
+        on_made: Callable[[Wire], None] | None = None,
+    ) -> None:  # fmt: skip
         self._mono_ms = mono_ms
+        self._on_made = on_made
         self._on_fault = on_fault
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
@@ -67,6 +71,9 @@ class Wire(asyncio.Protocol):
         return self._transport.get_extra_info(name) if self._transport is not None else None
 
     async def wait_ended(self) -> None:
+        """At once for one that was never made."""
+        if self._transport is None:
+            return
         await asyncio.shield(self._ended)
 
     # ---- greeting
@@ -157,6 +164,9 @@ class Wire(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        # With TLS this is when it is agreed; before, there is nobody to greet.
+        if self._on_made is not None:
+            self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
         self.received_bytes += len(data)

@@ -5,6 +5,8 @@ all groups into pages. A node that stops drains first: new work is refused, long
 """
 
 from wheelsched.node.build import open_node
+from wheelsched.node.build_cluster import open_cluster_node
+from wheelsched.node.cluster import ClusterNode
 from wheelsched.node.node import Node
 
-__all__ = ["Node", "open_node"]
+__all__ = ["ClusterNode", "Node", "open_cluster_node", "open_node"]

@@ -31,11 +31,11 @@ async def open_node(
     Raises what `RocksStore` raises for a data directory that is locked, foreign or corrupt.
     """
     metrics = Metrics(version=__version__)
-    opened = store or _open_store(settings, metrics)
+    opened = store or open_store(settings, metrics)
     try:
         node = Node(
             settings, opened, clock or _open_clock(settings, opened), rng or random.Random(secrets.randbits(256)), metrics,
-            read_zones or (lambda: _read_zones(settings)),
+            read_zones or (lambda: read_zone_data(settings)),
         )  # fmt: skip
         await node.start()
     except BaseException:
@@ -44,7 +44,7 @@ async def open_node(
     return node
 
 
-def _open_store(settings: Settings, metrics: Metrics) -> Store:
+def open_store(settings: Settings, metrics: Metrics) -> Store:
     if settings.store.kind == "memory":
         return MemoryStore()
     data_dir = Path(settings.node.data_dir.replace("{id}", settings.node.id))
@@ -53,7 +53,7 @@ def _open_store(settings: Settings, metrics: Metrics) -> Store:
     return RocksStore(data_dir, settings.store, identity=identity, on_sync_s=metrics.fsync.observe)
 
 
-def _read_zones(settings: Settings) -> ZoneData:
+def read_zone_data(settings: Settings) -> ZoneData:
     folder = settings.scheduler.time_zone_dir
     return ZoneData.of_folder(Path(folder)) if folder else ZoneData.of_package()
 

@@ -92,9 +92,11 @@ class ClusterNode:
     """See `face.NodeFace`. `local` does what concerns the groups led here."""
 
     def __init__(
-        self, local: Node, replicas: RaftReplicas, request: Request, peers: Callable[[], Sequence[int]]
-    ) -> None:
-        """`request(node, method, body, timeout_ms)` as of `cluster.Transport`; `peers()`: ids of the other nodes."""
+        self, local: Node, replicas: RaftReplicas, request: Request, peers: Callable[[], Sequence[int]],
+        *, beside: asyncio.Task[None] | None = None,
+    ) -> None:  # fmt: skip
+        """`request(node, method, body, timeout_ms)` as of `cluster.Transport`; `peers()`: ids of the other nodes; `beside`: the
+        transport at work, which ends with this node, and this node with it."""
         self.local = local
         self.settings: Settings = local.settings
         self.clock: Clock = local.clock
@@ -110,6 +112,7 @@ class ClusterNode:
         self._later_wake = asyncio.Event()
         self._gossip_wake = asyncio.Event()
         self._stop = asyncio.Event()
+        self._beside = beside
         self._turn = 0
         local.on_office = self._gossip_wake.set
         local.propose_later = self._propose_later
@@ -125,9 +128,15 @@ class ClusterNode:
                 tasks.create_task(self._gossip(), name="gossip"),
                 tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
             ]
-            await asyncio.wait({running})
-            for task in others:
+            beside = {self._beside} if self._beside is not None else set()
+            await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*others, *beside):
                 task.cancel()
+            if not running.done():  # the transport broke
+                running.cancel()
+                await asyncio.wait(beside)
+                for task in beside:
+                    task.result()
 
     async def _hand_over_and_stop(self) -> None:
         await self._stop.wait()
