@@ -94,6 +94,9 @@ LIST_SCHEDULES: Call[list[ScheduleRecord]] = Call(
 START_RUN: Call[Reply] = Call("start_run", tuple[str, str, int, int, bytes | None, str, bytes, str], Reply)
 BACKFILL: Call[BackfillCounts] = Call("backfill", tuple[str, str, int, int, str], BackfillCounts, is_safe=True)
 LIST_RUNS: Call[RunPage | None] = Call("list_runs", tuple[str, str, bytes | None, int], RunPage | None, is_safe=True)
+FORECAST: Call[list[tuple[int, str, int]]] = Call(
+    "forecast", tuple[list[int], str, int, int], list[tuple[int, str, int]], is_safe=True
+)
 RELOAD_ZONES: Call[ZonesReloaded] = Call("reload_zones", tuple[()], ZonesReloaded, is_safe=True)
 
 
@@ -195,6 +198,11 @@ class Service:
     async def list_runs(self, tenant: str, name: str, cursor: bytes | None, limit: int) -> RunPage | None:
         self._require_schedule(tenant, name)
         return await self._node.list_runs(tenant, name, cursor=cursor, limit=limit)
+
+    async def forecast(self, groups: list[int], tenant: str, from_ms: int, to_ms: int) -> list[tuple[int, str, int]]:
+        for group in groups:
+            self.require(group)
+        return await self._node.forecast_of(groups, tenant, from_ms=from_ms, to_ms=to_ms)
 
     async def reload_zones(self) -> ZonesReloaded:
         return await self._node.reload_zones()

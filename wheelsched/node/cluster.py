@@ -35,6 +35,7 @@ from wheelsched.node.face import (
     JobFilter,
     JobPage,
     JobRecord,
+    MinuteForecast,
     Preview,
     QueueView,
     Readiness,
@@ -42,6 +43,7 @@ from wheelsched.node.face import (
     ScheduleRecord,
     ZonesReloaded,
 )
+from wheelsched.node.forecast import by_minute
 from wheelsched.node.node import Node
 from wheelsched.replica.raft_replicas import RaftReplicas
 
@@ -425,6 +427,10 @@ class ClusterNode:
 
     async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
         return await self._ask(self._schedule_group(tenant, name), calls.LIST_RUNS, tenant, name, cursor, limit)
+
+    async def forecast(self, tenant: str, *, from_ms: int, to_ms: int) -> list[MinuteForecast]:
+        found = await self._ask_leaders(calls.FORECAST, lambda groups: (groups, tenant, from_ms, to_ms))
+        return by_minute(item for part in found for item in part)
 
     async def reload_zones(self) -> ZonesReloaded:
         nodes = [self._own_id, *self._peers()]

@@ -21,8 +21,8 @@ from wheelsched.model.schedules import Course, Definition, SkipRow
 from wheelsched.model.states import Status
 
 __all__ = [
-    "BackfillCounts", "ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "NodeFace", "Preview", "QueueView",
-    "Readiness", "RunPage", "ScheduleRecord", "ZonesReloaded",
+    "BackfillCounts", "ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "MinuteForecast", "NodeFace", "Preview",
+    "QueueView", "Readiness", "RunPage", "ScheduleRecord", "ZonesReloaded",
 ]  # fmt: skip
 
 
@@ -118,6 +118,13 @@ class BackfillCounts:
     created: int
     skipped: int
     existing: int
+
+
+class MinuteForecast(msgspec.Struct, frozen=True, gc=False):
+    """One minute to come. `queues`: jobs due by queue, the most first."""
+
+    at_ms: int
+    queues: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +246,10 @@ class NodeFace(Protocol):
 
     async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
         """None: no such schedule."""
+        ...
+
+    async def forecast(self, tenant: str, *, from_ms: int, to_ms: int) -> list[MinuteForecast]:
+        """Jobs of a tenant that will be due in each minute that begins in [from, to), those with none left out."""
         ...
 
     async def reload_zones(self) -> ZonesReloaded:

@@ -60,6 +60,7 @@ from wheelsched.node.face import (
     JobFilter,
     JobPage,
     JobRecord,
+    MinuteForecast,
     Preview,
     QueueView,
     Readiness,
@@ -67,6 +68,7 @@ from wheelsched.node.face import (
     ScheduleRecord,
     ZonesReloaded,
 )
+from wheelsched.node.forecast import by_minute, forecast
 from wheelsched.node.listing import Listing
 from wheelsched.node.schedules import Schedules
 from wheelsched.replica import Replicas, ReplicaSet
@@ -498,6 +500,14 @@ class Node:
 
     async def list_runs(self, tenant: str, name: str, *, cursor: bytes | None, limit: int) -> RunPage | None:
         return await self._schedules.runs(tenant, name, cursor=cursor, limit=limit)
+
+    async def forecast(self, tenant: str, *, from_ms: int, to_ms: int) -> list[MinuteForecast]:
+        return by_minute(await self.forecast_of(range(self._group_count), tenant, from_ms=from_ms, to_ms=to_ms))
+
+    async def forecast_of(self, groups: Sequence[int], tenant: str, *, from_ms: int, to_ms: int) -> list[tuple[int, str, int]]:
+        """(minute, queue, jobs) of some groups alone."""
+        counts = await forecast(self._store, self.dispatcher.timetable, groups, from_ms=from_ms, to_ms=to_ms)
+        return [(at_ms, queue, count) for (at_ms, owner, queue), count in counts.items() if owner == tenant]
 
     async def reload_zones(self) -> ZonesReloaded:
         return await self._schedules.use_zones(await asyncio.to_thread(self._read_zones), forced=True)

@@ -40,11 +40,15 @@ from wheelsched.model.rows import (
 )
 from wheelsched.model.schedules import Course, Definition, NextRun, SkipRow, Successor, same_timing
 from wheelsched.node.face import BackfillCounts, JobRecord, Preview, RunPage, ScheduleRecord, ZonesReloaded
+from wheelsched.node.forecast import due_in_minute
 from wheelsched.store import Store
 
 NEXT_RUNS: Final = 5
 # The year 9998 ends here: a zone's clock may be a day ahead, and after 9999 there is no way to write an instant (RFC 3339).
 SHOWN_MS_MAX: Final = 253_370_764_799_999
+# Fewer jobs in a minute than this are no crowd; rows looked at to tell.
+CROWD_MIN: Final = 10_000
+CROWD_LOOK: Final = 2_000
 # A command whose schedule changed under it is computed again; each time somebody else got on.
 TRIES_MAX: Final = 50
 # One backfill call: an hour of a schedule that runs every second is 3,600.
@@ -84,10 +88,20 @@ class Schedules:
         timing, zone = self._timetable.timing(definition), self._timetable.zone(definition)
         # What cannot be written is not shown.
         runs = [at_ms for at_ms in timing.upcoming(after_ms, count) if at_ms <= SHOWN_MS_MAX]
+        crowd = self._crowd(definition, runs[0]) if runs else ()
         if timing.expression is None or zone is None:
-            return Preview(tuple(runs), (), ())
+            return Preview(tuple(runs), (), crowd)
         advice = warnings(timing.expression, zone, self._clock.wall_ms())
-        return Preview(tuple(runs), tuple(zone.local_text(at_ms) for at_ms in runs), advice)
+        return Preview(tuple(runs), tuple(zone.local_text(at_ms) for at_ms in runs), (*advice, *crowd))
+
+    def _crowd(self, definition: Definition, at_ms: int) -> tuple[str, ...]:
+        """A warning where the next run joins many others; estimated from one group, which holds a fair sample of all."""
+        at_ms += definition.offset_ms
+        count = due_in_minute(self._store, self._group(definition.tenant, definition.name), at_ms, most=CROWD_LOOK)
+        if count * self._group_count < CROWD_MIN:
+            return ()
+        more = "more than " if count >= CROWD_LOOK else "about "
+        return (f"{more}{count * self._group_count:,} jobs are due in the minute of its next run; jitter_s or another minute spreads them",)
 
     async def put(
         self, definition: Definition, *, create: bool, if_version: int, paused: bool | None, actor: str

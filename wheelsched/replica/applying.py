@@ -113,10 +113,21 @@ class Applier:
         for item, replies, effects in done:
             self._keep_leased(effects)
             self._on_effects(item.member.group, effects)
-            for proposal, reply in zip(item.proposals, replies, strict=False):
-                if proposal.batch is not None:
-                    proposal.batch.settle(proposal.position, reply)
+            self._answer(item.proposals, replies)
         return count
+
+    @staticmethod
+    def _answer(proposals: Sequence[Proposal], replies: Sequence[Reply]) -> None:
+        """Each its reply; commands of one batch mostly stand one behind the other."""
+        start = 0
+        while start < len(proposals):
+            batch = proposals[start].batch
+            end = start + 1
+            while end < len(proposals) and proposals[end].batch is batch:
+                end += 1
+            if batch is not None:
+                batch.settle_many(proposals[start:end], replies[start:end])
+            start = end
 
     def _run(self, member: Member, entry: Entry) -> tuple[Transaction, list[Reply], list[Effect]]:
         if len(member.counts) > COUNTS_KEPT_MAX:
@@ -166,13 +177,16 @@ class Applier:
                 elif effect.before is not None:
                     self._end_lease(effect.before.job_id)
 
-    def keep_row(self, state: JobState, row: bytes) -> None:
-        """The job row of a job that was just leased: unchanged for as long as the lease lasts, and wanted at its end."""
-        leased = self._leased.get(state.job_id)
-        # Between its claim and this call the attempt may have ended already.
-        if leased is not None and leased.fencing == state.fencing and self._leased_rows_bytes < LEASED_ROWS_BYTES_MAX:
-            self._leased_rows[state.job_id] = row
-            self._leased_rows_bytes += len(row)
+    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None:
+        """The job rows of jobs that were just leased: unchanged for as long as the lease lasts, and wanted at its end."""
+        for state, row in rows:
+            leased = self._leased.get(state.job_id)
+            # Between its claim and this call the attempt may have ended already.
+            if (leased is state or (leased is not None and leased.fencing == state.fencing)) and (
+                self._leased_rows_bytes < LEASED_ROWS_BYTES_MAX
+            ):
+                self._leased_rows[state.job_id] = row
+                self._leased_rows_bytes += len(row)
 
     def _end_lease(self, job_id: bytes) -> None:
         self._leased.pop(job_id, None)

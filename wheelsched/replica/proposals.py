@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from wheelsched.core.errors import OutcomeUnknown
 from wheelsched.model.commands import (
     AnyCommand,
@@ -42,6 +44,15 @@ class Batch:
         self.missing -= 1
         if not self.missing and not self.future.done():
             self.future.set_result(self.replies)  # type: ignore[arg-type]  # none is missing
+
+    def settle_many(self, proposals: Sequence[Proposal], replies: Sequence[Reply]) -> None:
+        """`settle` for each of them, all of this batch."""
+        own = self.replies
+        for proposal, reply in zip(proposals, replies, strict=True):
+            own[proposal.position] = reply
+        self.missing -= len(proposals)
+        if not self.missing and not self.future.done():
+            self.future.set_result(own)  # type: ignore[arg-type]  # none is missing
 
     def fail(self, error: Exception) -> None:
         if not self.future.done():
@@ -81,7 +92,7 @@ class ReplicaSet(Proposer, Protocol):
         """Return once the rows here hold everything that was acknowledged before the call. Raises NotLeader."""
         ...
 
-    def keep_row(self, state: JobState, row: bytes) -> None: ...
+    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None: ...
 
     async def wait_idle(self) -> None: ...
 
@@ -113,8 +124,7 @@ async def propose_each(
     return answers
 
 
-@dataclass(slots=True)
-class Proposal:
+class Proposal(msgspec.Struct, gc=False):
     """A command in the inbox; `batch` None: nobody waits for the reply."""
 
     command: AnyCommand
@@ -124,9 +134,11 @@ class Proposal:
 
 def command_bytes(command: AnyCommand) -> int:
     """About how many bytes a command adds to its entry; only payloads matter, the rest is a constant."""
-    if isinstance(command, Create):
+    # The kinds that come by the thousand first.
+    kind = type(command)
+    if kind is Create:
         return 160 + len(command.payload) + len(command.spec)
-    if isinstance(command, Complete):
+    if kind is Complete:
         return 64 + len(command.error) + len(command.result)
     if isinstance(command, Update):
         return 128 + len(command.payload or b"")
@@ -142,6 +154,8 @@ def may_be_due(command: AnyCommand, stamp_ms: int) -> bool:
 
     Wrongly true costs a few bytes; wrongly false costs the job one more turn, since its timer fires at the next sweep anyway.
     """
+    if type(command) is Complete:
+        return False
     if isinstance(command, (Create, Update, StartRun)):
         return command.run_at_ms <= stamp_ms and command.delay_ms <= 0
     if isinstance(command, Redrive):

@@ -64,7 +64,6 @@ class ReadRound:
 class Installation:
     """A snapshot on its way into the store, and the Readies that wait behind it."""
 
-    incoming: IncomingSnapshot
     ready: Ready
     copying: Copying
     held: list[Ready] = field(default_factory=list)

@@ -21,14 +21,16 @@ from wheelsched.model import keys
 from wheelsched.node.cluster import ClusterNode
 from wheelsched.node.node import Node
 from wheelsched.raft import AnyMessage, Configuration, RaftConfig, make_configuration
-from wheelsched.replica.raft_replicas import RaftReplicas, ReplicaSettings
+from wheelsched.replica.raft_replicas import RaftReplicas
+from wheelsched.replica.raft_settings import ReplicaSettings
 from wheelsched.runtime.clock import RealClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store.memory import MemoryStore
 from wheelsched.store.raftlog import RaftLog
 from wheelsched.testing.node import make_settings
 
-TICK_MS = 10
+# An election takes some 300 ms: long enough for a machine that is busy with other tests.
+TICK_MS = 20
 GROUP_COUNT = 4
 
 
