@@ -115,6 +115,7 @@ class StoreSettings(_Section, frozen=True):
 class ClockSettings(_Section, frozen=True):
     kind: Annotated[Literal["real", "virtual"], _doc("virtual stands still between calls of /v1/clock:advance (tests).")] = "real"
     start: Annotated[str, _doc("First instant of a virtual clock, RFC 3339; empty: now.")] = ""
+    offset_file: Annotated[str, _doc("File with milliseconds to add to the wall clock, for tests of stepped clocks; empty: none.")] = ""
 
 
 class LoggingSettings(_Section, frozen=True):

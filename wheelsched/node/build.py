@@ -14,7 +14,7 @@ from wheelsched.core.settings import Settings
 from wheelsched.cron import ZoneData
 from wheelsched.model import keys
 from wheelsched.node.node import Node
-from wheelsched.runtime.clock import RealClock, VirtualClock
+from wheelsched.runtime.clock import OffsetClock, RealClock, VirtualClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store import Store
 from wheelsched.store.directory import Identity
@@ -60,10 +60,14 @@ def read_zone_data(settings: Settings) -> ZoneData:
 
 def _open_clock(settings: Settings, store: Store) -> Clock:
     if settings.clock.kind == "real":
-        return RealClock()
+        return open_real_clock(settings)
     start_ms = _instant_ms(settings.clock.start)
     last = store.get(keys.RAFT_META, Node.CLOCK_KEY)
     return VirtualClock(max(start_ms, int.from_bytes(last, "big") if last else 0))
+
+
+def open_real_clock(settings: Settings) -> RealClock:
+    return OffsetClock(Path(settings.clock.offset_file)) if settings.clock.offset_file else RealClock()
 
 
 def _instant_ms(text: str) -> int:

@@ -11,16 +11,17 @@ from wheelsched import __version__
 from wheelsched.cluster import Handlers, Transport, make_transport
 from wheelsched.cluster.bootstrap import BootstrapAnswers, bootstrap
 from wheelsched.cluster.identity import LocalIdentity
-from wheelsched.core.clock import Clock, Rng
+from wheelsched.core.clock import Rng
 from wheelsched.core.errors import Unavailable
 from wheelsched.core.settings import Settings
 from wheelsched.model import keys
-from wheelsched.node.build import open_store, read_zone_data
+from wheelsched.node.build import open_real_clock, open_store, read_zone_data
+from wheelsched.node.clock_guard import ClockGuard
 from wheelsched.node.cluster import ClusterNode
 from wheelsched.node.node import Node
 from wheelsched.raft import AnyMessage
 from wheelsched.replica.raft_replicas import RaftReplicas
-from wheelsched.runtime.clock import RealClock
+from wheelsched.runtime.clock import GuardedClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store import Store
 from wheelsched.store.raftlog import RaftLog
@@ -35,7 +36,7 @@ async def open_cluster_node(settings: Settings, *, without: Collection[str] = ()
     `without`: nodes that this first start does not wait for, an operator's word that they never took part. Raises `StoreError`s,
     `StartRefused` among them, ValueError for a file of `cluster.tls` that cannot be used, and OSError where the peer address is taken.
     """
-    clock, rng = RealClock(), random.SystemRandom()
+    clock, rng = GuardedClock(open_real_clock(settings)), random.SystemRandom()
     metrics = Metrics(version=__version__)
     store = open_store(settings, metrics)
     running: asyncio.Task[None] | None = None
@@ -75,7 +76,7 @@ async def _unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, N
 
 
 async def _open(
-    settings: Settings, store: Store, clock: Clock, rng: Rng, metrics: Metrics, identity: LocalIdentity, transport: Transport,
+    settings: Settings, store: Store, clock: GuardedClock, rng: Rng, metrics: Metrics, identity: LocalIdentity, transport: Transport,
     running: asyncio.Task[None], gate: _Gate,
 ) -> ClusterNode:  # fmt: skip
     groups = (*range(settings.cluster.group_count), keys.META_GROUP)
@@ -93,7 +94,10 @@ async def _open(
 
     local = Node(settings, store, clock, rng, metrics, lambda: read_zone_data(settings), make_replicas)
     await local.start()
-    face = ClusterNode(local, made[0], transport.request, lambda: [peer.node for peer in transport.statistics().peers], beside=running)
+    face = ClusterNode(
+        local, made[0], transport.request, lambda: [peer.node for peer in transport.statistics().peers], beside=running,
+        clock_guard=ClockGuard(clock, transport.offsets),
+    )  # fmt: skip
     gate.face = face
     return face
 

@@ -28,6 +28,7 @@ from wheelsched.model.schedules import Definition
 from wheelsched.model.states import Status
 from wheelsched.node import calls
 from wheelsched.node.calls import Answer, Call, Service
+from wheelsched.node.clock_guard import ClockGuard
 from wheelsched.node.face import (
     BackfillCounts,
     ClaimedJob,
@@ -53,6 +54,7 @@ Result = TypeVar("Result")
 PATIENCE_MS: Final = 4_000
 LOOK_AGAIN_S: Final = 0.02
 LATER_MAX: Final = 500
+CLOCK_LOOK_S: Final = 0.5
 # The longest a forwarded call may take; a claim adds its own wait.
 CALL_MS: Final = 10_000
 # Who leads what is told to all nodes when it changes, and again each second: those without a replica of a group learn it only so.
@@ -95,7 +97,7 @@ class ClusterNode:
 
     def __init__(
         self, local: Node, replicas: RaftReplicas, request: Request, peers: Callable[[], Sequence[int]],
-        *, beside: asyncio.Task[None] | None = None,
+        *, beside: asyncio.Task[None] | None = None, clock_guard: ClockGuard | None = None,
     ) -> None:  # fmt: skip
         """`request(node, method, body, timeout_ms)` as of `cluster.Transport`; `peers()`: ids of the other nodes; `beside`: the
         transport at work, which ends with this node, and this node with it."""
@@ -115,6 +117,7 @@ class ClusterNode:
         self._gossip_wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._beside = beside
+        self._clock_guard = clock_guard
         self._turn = 0
         local.on_office = self._gossip_wake.set
         local.propose_later = self._propose_later
@@ -129,6 +132,7 @@ class ClusterNode:
                 tasks.create_task(self._propose_what_waits(), name="proposals"),
                 tasks.create_task(self._gossip(), name="gossip"),
                 tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
+                tasks.create_task(self._watch_clock(), name="clock guard"),
             ]
             beside = {self._beside} if self._beside is not None else set()
             await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
@@ -139,6 +143,14 @@ class ClusterNode:
                 await asyncio.wait(beside)
                 for task in beside:
                     task.result()
+
+    async def _watch_clock(self) -> None:
+        """A node whose clock is wrong hands over what it leads, again whenever it was elected nevertheless."""
+        while self._clock_guard is not None:
+            self._clock_guard.look()
+            if self._clock_guard.is_off and self.local.dispatcher.led:
+                await self.replicas.hand_over()
+            await asyncio.sleep(CLOCK_LOOK_S)
 
     async def _hand_over_and_stop(self) -> None:
         await self._stop.wait()
@@ -452,6 +464,8 @@ class ClusterNode:
 
     def readiness(self) -> Readiness:
         readiness = self.local.readiness()
+        if self._clock_guard is not None and (reasons := self._clock_guard.reasons()):
+            readiness = Readiness(False, (*readiness.reasons, *reasons))
         missing = [group for group in (keys.META_GROUP, *range(self._group_count)) if self._directory.leader_of(group) is None]
         if missing:
             return Readiness(False, (*readiness.reasons, f"{len(missing)} groups have no leader that this node knows of"))

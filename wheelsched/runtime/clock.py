@@ -1,11 +1,15 @@
-"""Two clocks: the machine's, and one that stands still until it is moved."""
+"""Clocks: the machine's; one that does not believe a leap until others confirm it; and one that stands still until it is moved."""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import time
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
+
+from wheelsched.core.clock import Clock
 
 # CLOCK_BOOTTIME goes on while the machine sleeps, so a lease does not outlive a suspended laptop; where there is none (macOS,
 # whose CLOCK_MONOTONIC counts suspend anyway) the monotonic clock serves.
@@ -35,6 +39,61 @@ class RealClock:
         # uvloop rounds a delay to whole milliseconds and may wake before it is over: look again, and sleep the rest.
         while (left_ns := until_ns - time.clock_gettime_ns(_MONO_CLOCK)) > 0:  # noqa: ASYNC110 - time passes, nobody signals it
             await asyncio.sleep(min(left_ns, _SLICE_NS) / 1e9)
+
+
+class OffsetClock(RealClock):
+    """The machine's clock with its wall time moved by what a file says (whole milliseconds), looked at ten times a second: for tests of
+    what a node does when its clock is stepped, without stepping that of the machine."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset_ms = 0
+        self._look_at_ms = 0
+
+    def wall_ms(self) -> int:
+        mono_ms = self.mono_ms()
+        if mono_ms >= self._look_at_ms:
+            self._look_at_ms = mono_ms + 100
+            with suppress(OSError, ValueError):  # no file, or one that is being written: as before
+                self._offset_ms = int(self._file.read_text())
+        return super().wall_ms() + self._offset_ms
+
+
+class GuardedClock:
+    """Wall time that leaps ahead of monotonic time is not believed: it goes on by the monotonic clock until `believe` is called.
+
+    For a node of several: a job fired an hour early cannot be taken back, and the other nodes know better. A step back is followed at
+    once, since nothing fires early by it; so is what NTP slews.
+    """
+
+    LEAP_MS = 250
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._ahead_ms = clock.wall_ms() - clock.mono_ms()
+
+    def wall_ms(self) -> int:
+        mono_ms = self._clock.mono_ms()
+        ahead_ms = self._clock.wall_ms() - mono_ms
+        if ahead_ms - self._ahead_ms <= self.LEAP_MS:
+            self._ahead_ms = ahead_ms
+        return mono_ms + self._ahead_ms
+
+    def mono_ms(self) -> int:
+        return self._clock.mono_ms()
+
+    async def sleep_until(self, mono_ms: int) -> None:
+        await self._clock.sleep_until(mono_ms)
+
+    @property
+    def doubted_ms(self) -> int:
+        """How far the machine's wall time is ahead of what is believed; 0 while it is believed."""
+        doubted_ms = self._clock.wall_ms() - self.wall_ms()
+        return doubted_ms if doubted_ms > self.LEAP_MS else 0
+
+    def believe(self) -> None:
+        """The others confirm it: the machine's wall time counts from now on."""
+        self._ahead_ms = self._clock.wall_ms() - self._clock.mono_ms()
 
 
 class VirtualClock:
