@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final
 
 from wheelsched.core.ids import group_of, occurrence_id
-from wheelsched.cron import Timing, Zone, ZoneData, parse
+from wheelsched.cron import Timing, Zone, ZoneData, parse, warnings
 from wheelsched.model import keys
 from wheelsched.model.commands import Occur
 from wheelsched.model.rows import decode_course, decode_definition
@@ -17,6 +17,8 @@ from wheelsched.store import Store
 TIMINGS_MAX: Final = 20_000
 # Occurrences with a job of their own that are passed over in a row: those of a backfill of the future, or of a clock set back.
 TAKEN_MAX: Final = 100_000
+
+_HOUR_MS: Final = 3_600_000
 
 _Key = tuple[str, str, str, int, int, int, int]
 
@@ -29,6 +31,8 @@ class Timetable:
         self._group_count = group_count
         self._timings: dict[_Key, Timing] = {}
         self._zones = zones
+        self._advice: dict[Timing, tuple[str, ...]] = {}
+        self._advice_hour = 0
 
     @property
     def zones(self) -> ZoneData:
@@ -38,14 +42,16 @@ class Timetable:
         """Compute by other time-zone data from now on."""
         self._zones = zones
         self._timings.clear()
+        self._advice.clear()
 
     def timing(self, definition: Definition) -> Timing:
         """Raises InvalidSchedule for an expression or a zone that is none."""
         if not definition.cron and not definition.every_ms:
             return Timing.none()
+        # The name counts where a field is hashed by it; a few other expressions have the letter too.
+        name = definition.name if "h" in definition.cron.lower() else ""
         key = (
-            definition.cron, definition.name if definition.cron else "", definition.zone, definition.every_ms, definition.anchor_ms,
-            definition.start_ms, definition.end_ms,
+            definition.cron, name, definition.zone, definition.every_ms, definition.anchor_ms, definition.start_ms, definition.end_ms
         )  # fmt: skip
         timing = self._timings.get(key)
         if timing is None:
@@ -59,6 +65,20 @@ class Timetable:
         if definition.cron:
             return Timing.of_cron(parse(definition.cron, name=definition.name), self._zones.zone(definition.zone), start_ms, end_ms)
         return Timing.of_interval(definition.every_ms, definition.anchor_ms, start_ms, end_ms)
+
+    def advice(self, definition: Definition, now_ms: int) -> tuple[str, ...]:
+        """What may surprise about it in the coming year; kept for an hour, for thousands of schedules share an expression."""
+        timing, zone = self.timing(definition), self.zone(definition)
+        if timing.expression is None or zone is None:
+            return ()
+        hour = now_ms // _HOUR_MS
+        if hour != self._advice_hour or len(self._advice) >= TIMINGS_MAX:
+            self._advice.clear()
+            self._advice_hour = hour
+        found = self._advice.get(timing)
+        if found is None:
+            found = self._advice[timing] = warnings(timing.expression, zone, now_ms)
+        return found
 
     def zone(self, definition: Definition) -> Zone | None:
         return self._zones.zone(definition.zone) if definition.cron else None

@@ -11,6 +11,7 @@ from wheelsched import __version__
 from wheelsched.cluster import Handlers, Transport, make_transport
 from wheelsched.cluster.bootstrap import BootstrapAnswers, bootstrap
 from wheelsched.cluster.identity import LocalIdentity
+from wheelsched.cluster.parts import MembershipParts
 from wheelsched.core.clock import Rng
 from wheelsched.core.errors import Unavailable
 from wheelsched.core.settings import Settings
@@ -21,6 +22,7 @@ from wheelsched.node.cluster import ClusterNode
 from wheelsched.node.node import Node
 from wheelsched.raft import AnyMessage
 from wheelsched.replica.raft_replicas import RaftReplicas
+from wheelsched.replica.raft_settings import ReplicaSettings
 from wheelsched.runtime.clock import GuardedClock
 from wheelsched.runtime.metrics import Metrics
 from wheelsched.store import Store
@@ -49,8 +51,9 @@ async def open_cluster_node(settings: Settings, *, without: Collection[str] = ()
             on_unreachable=gate.on_unreachable, admit=identity.admit,
         )  # fmt: skip
         transport = make_transport(
-            settings, handlers, incarnation=identity.incarnation, cluster_id=identity.cluster_id, clock=clock, rng=rng
-        )
+            settings, handlers, incarnation=identity.incarnation, cluster_id=identity.cluster_id, clock=clock, rng=rng,
+            raft_id=identity.raft_id,
+        )  # fmt: skip
         await transport.listen()
         running = asyncio.create_task(transport.run(), name="transport")
         await _unless_ended(running, bootstrap(identity, settings, transport, clock, without=without))
@@ -88,6 +91,7 @@ async def _open(
                 store, RaftLog(store, groups, joining=identity.joining(groups)), clock, rng, transport, identity.raft_id, groups,
                 first_configuration=identity.first_configuration, on_effects=node.on_effects, on_lead=node.on_lead,
                 on_follow=node.on_follow, on_replaced=node.on_replaced,
+                settings=ReplicaSettings(voters_min=settings.cluster.replication_factor),
             )
         )  # fmt: skip
         return made[0]
@@ -98,6 +102,10 @@ async def _open(
         local, made[0], transport.request, lambda: [peer.node for peer in transport.statistics().peers], beside=running,
         clock_guard=ClockGuard(clock, transport.offsets),
     )  # fmt: skip
+    assert gate.bootstrap is not None
+    face.membership = MembershipParts(
+        store, identity, transport, made[0], groups, clock, face.propose, gate.bootstrap, release=__version__
+    )
     gate.face = face
     return face
 

@@ -12,7 +12,7 @@ import msgspec
 
 from wheelsched.core.errors import BY_CODE, InvalidRequest, NotLeader, WheelschedError
 from wheelsched.core.ids import group_of
-from wheelsched.model.commands import AnyCommand, Cancel, Create, PutSchedule, Reply, RunNow, Update
+from wheelsched.model.commands import AnyCommand, Cancel, ChangeMembers, Create, PutSchedule, Reply, RunNow, Update
 from wheelsched.model.keys import META_GROUP
 from wheelsched.model.rows import AttemptRow, QueueSettings
 from wheelsched.model.schedules import Definition
@@ -230,6 +230,8 @@ def error_of(answer: Answer) -> WheelschedError:
 
 
 def group_of_command(command: AnyCommand, group_count: int) -> int:
-    """Of a command on one job."""
+    """Of a command on one job, or on the members of the cluster."""
+    if isinstance(command, ChangeMembers):
+        return META_GROUP
     return group_of(command.job_id, group_count)  # type: ignore[union-attr]
 

@@ -33,7 +33,8 @@ class ClockGuard:
         if is_off != self.is_off:
             self.is_off = is_off
             offset_ms = self.offsets.majority_offset_ms(wall_ms=clock.wall_ms(), mono_ms=mono_ms)
-            log.warning("clock_off" if is_off else "clock_agrees", majority_is_ahead_ms=offset_ms, remedy="let NTP set this machine's clock")
+            event = "clock_off" if is_off else "clock_agrees"
+            log.warning(event, majority_is_ahead_ms=offset_ms, remedy="let NTP set this machine's clock")
 
     def reasons(self) -> tuple[str, ...]:
         """For `/readyz`."""

@@ -17,6 +17,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
+from wheelsched.cluster.admin import ClusterAdmin
+from wheelsched.cluster.membership import Removed
+from wheelsched.cluster.parts import MembershipParts
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import NotFound, OutcomeUnknown, Unavailable, WheelschedError
 from wheelsched.core.ids import group_of
@@ -106,6 +109,7 @@ class ClusterNode:
         self.clock: Clock = local.clock
         self.rng: Rng = local.rng
         self.replicas = replicas
+        self.membership: MembershipParts | None = None  # set before `run`
         self._own_id = replicas.node_id
         self._request = request
         self._peers = peers
@@ -133,6 +137,7 @@ class ClusterNode:
                 tasks.create_task(self._gossip(), name="gossip"),
                 tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
                 tasks.create_task(self._watch_clock(), name="clock guard"),
+                tasks.create_task(self._keep_members(), name="membership"),
             ]
             beside = {self._beside} if self._beside is not None else set()
             await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
@@ -151,6 +156,18 @@ class ClusterNode:
             if self._clock_guard.is_off and self.local.dispatcher.led:
                 await self.replicas.hand_over()
             await asyncio.sleep(CLOCK_LOOK_S)
+
+    @property
+    def cluster(self) -> ClusterAdmin | None:
+        return None if self.membership is None else self.membership.admin
+
+    async def _keep_members(self) -> None:
+        if self.membership is not None:
+            try:
+                await self.membership.run()
+            except Removed as removed:
+                log.error("node_removed", reason=str(removed))
+                self.stop()
 
     async def _hand_over_and_stop(self) -> None:
         await self._stop.wait()
@@ -173,6 +190,8 @@ class ClusterNode:
             (leads,) = LEADS.decode(body)
             self._directory.on_leads(sender, leads.groups)
             return b"\xc0"
+        if self.membership is not None and method in self.membership.METHODS:
+            return await self.membership.answer(method, body)
         return await self.service.answer(method, body)
 
     async def _gossip(self) -> None:

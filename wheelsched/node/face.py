@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from wheelsched.cluster.admin import ClusterAdmin
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.settings import Settings
 from wheelsched.dispatch.claims import ClaimedJob
@@ -148,6 +149,11 @@ class NodeFace(Protocol):
     settings: Settings
     clock: Clock
     rng: Rng
+
+    @property
+    def cluster(self) -> ClusterAdmin | None:
+        """Members, groups and their changes; None of a node that is alone."""
+        ...
 
     def new_job_id(self) -> bytes: ...
 

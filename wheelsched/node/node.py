@@ -12,6 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from wheelsched import __version__
+from wheelsched.cluster.admin import ClusterAdmin
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import NotFound, QuotaExceeded, StaleLease, Unavailable
 from wheelsched.core.ids import format_job_id, group_of, new_job_id
@@ -122,6 +123,7 @@ class Node:
             else make_replicas(self)
         )
         self._is_alone = make_replicas is None
+        self.cluster: ClusterAdmin | None = None
         self.replicas.on_commit_ms = lambda ms: metrics.commit_latency.observe(ms / 1000)
         self.dispatcher = Dispatcher(
             store, self._heads, self.replicas, clock, rng, settings.scheduler, metrics, read_zones(), group_count=self._group_count

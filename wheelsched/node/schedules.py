@@ -10,10 +10,11 @@ from typing import Final
 import structlog
 from msgspec.structs import replace
 
+from wheelsched.core import limits
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import BY_CODE, InvalidRequest, NotFound, Unavailable, WheelschedError
 from wheelsched.core.ids import group_of, keyed_run_id, new_run_id, new_schedule_id
-from wheelsched.cron import Timing, ZoneData, warnings
+from wheelsched.cron import Timing, ZoneData
 from wheelsched.dispatch import Dispatcher
 from wheelsched.engine.schedules import OCCURRENCE_DUE, OUTDATED
 from wheelsched.model import keys
@@ -40,15 +41,15 @@ from wheelsched.model.rows import (
 )
 from wheelsched.model.schedules import Course, Definition, NextRun, SkipRow, Successor, same_timing
 from wheelsched.node.face import BackfillCounts, JobRecord, Preview, RunPage, ScheduleRecord, ZonesReloaded
-from wheelsched.node.forecast import due_in_minute
+from wheelsched.node.forecast import MINUTE_MS, due_in_minute
 from wheelsched.store import Store
 
-NEXT_RUNS: Final = 5
-# The year 9998 ends here: a zone's clock may be a day ahead, and after 9999 there is no way to write an instant (RFC 3339).
-SHOWN_MS_MAX: Final = 253_370_764_799_999
 # Fewer jobs in a minute than this are no crowd; rows looked at to tell.
 CROWD_MIN: Final = 10_000
 CROWD_LOOK: Final = 2_000
+# Thousands of schedules are made for the same minute: it is looked at once in a while.
+CROWD_KEPT_MS: Final = 10_000
+CROWDS_MAX: Final = 10_000
 # A command whose schedule changed under it is computed again; each time somebody else got on.
 TRIES_MAX: Final = 50
 # One backfill call: an hour of a schedule that runs every second is 3,600.
@@ -81,23 +82,30 @@ class Schedules:
         self._record_queue = record_queue
         self._complete = complete
         self._reloading = asyncio.Lock()
+        self._crowds: dict[tuple[int, int], tuple[int, int]] = {}  # (group, minute) -> (looked at, mono ms; jobs due)
 
     # Definitions.
 
     def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview:
-        timing, zone = self._timetable.timing(definition), self._timetable.zone(definition)
-        # What cannot be written is not shown.
-        runs = [at_ms for at_ms in timing.upcoming(after_ms, count) if at_ms <= SHOWN_MS_MAX]
-        crowd = self._crowd(definition, runs[0]) if runs else ()
-        if timing.expression is None or zone is None:
-            return Preview(tuple(runs), (), crowd)
-        advice = warnings(timing.expression, zone, self._clock.wall_ms())
-        return Preview(tuple(runs), tuple(zone.local_text(at_ms) for at_ms in runs), (*advice, *crowd))
+        zone = self._timetable.zone(definition)
+        runs = self._timetable.timing(definition).upcoming(after_ms, count)
+        advice = self._timetable.advice(definition, self._clock.wall_ms())
+        if runs:
+            advice += self._crowd(definition, runs[0])
+        local = () if zone is None else tuple(zone.local_text(at_ms) for at_ms in runs)
+        return Preview(tuple(runs), local, advice)
 
     def _crowd(self, definition: Definition, at_ms: int) -> tuple[str, ...]:
         """A warning where the next run joins many others; estimated from one group, which holds a fair sample of all."""
         at_ms += definition.offset_ms
-        count = due_in_minute(self._store, self._group(definition.tenant, definition.name), at_ms, most=CROWD_LOOK)
+        group = self._group(definition.tenant, definition.name)
+        place = (group, at_ms // MINUTE_MS)
+        looked_ms, count = self._crowds.get(place, (-CROWD_KEPT_MS, 0))
+        if self._clock.mono_ms() - looked_ms >= CROWD_KEPT_MS:
+            count = due_in_minute(self._store, group, at_ms, most=CROWD_LOOK)
+            if len(self._crowds) >= CROWDS_MAX:
+                self._crowds.clear()
+            self._crowds[place] = (self._clock.mono_ms(), count)
         if count * self._group_count < CROWD_MIN:
             return ()
         more = "more than " if count >= CROWD_LOOK else "about "
@@ -127,7 +135,7 @@ class Schedules:
             return self._timetable.next_run(definition, now_ms, check=False)
         existing, course = found
         after_ms = now_ms
-        if same_timing(existing, definition) and not existing.paused:
+        if same_timing(existing, definition):
             # What was run or cancelled ahead of its time stays so, whatever else changes.
             after_ms = max(now_ms, course.decided_ms)
         definition = replace(definition, schedule_id=existing.schedule_id)
@@ -148,7 +156,7 @@ class Schedules:
         if course.last_job:
             row = self._store.get(keys.STATE, keys.state_key(group_of(course.last_job, self._group_count), course.last_job))
             last_run = None if row is None else self._complete(decode_state(row))
-        preview = self.preview(definition, after_ms=self._clock.wall_ms(), count=NEXT_RUNS)
+        preview = self.preview(definition, after_ms=self._clock.wall_ms(), count=limits.NEXT_RUNS)
         if definition.paused:
             preview = Preview((), (), preview.warnings)
         elif course.next_at_ms != -1 and (not preview.next_runs or course.next_at_ms != preview.next_runs[0]):
@@ -157,7 +165,7 @@ class Schedules:
 
     def _from_next(self, definition: Definition, course: Course, preview: Preview) -> Preview:
         """The next runs begin with the occurrence that waits: one before it was taken away, or it is due this very moment."""
-        rest = self.preview(definition, after_ms=course.next_at_ms, count=NEXT_RUNS - 1)
+        rest = self.preview(definition, after_ms=course.next_at_ms, count=limits.NEXT_RUNS - 1)
         zone = self._timetable.zone(definition)
         local = () if zone is None else (zone.local_text(course.next_at_ms), *rest.local)
         return Preview((course.next_at_ms, *rest.next_runs), local, preview.warnings)
@@ -174,8 +182,9 @@ class Schedules:
                 return PauseSchedule(tenant, name, paused, actor=actor)
             definition, course = found
             now_ms = self._clock.wall_ms()
-            # On from now; a backfill may have made jobs of what comes.
-            following = self._timetable.next_run(definition, now_ms)
+            # On from now, or from where a clock since set back, or a run ahead of its time, had brought it; a backfill may have made
+            # jobs of what comes.
+            following = self._timetable.next_run(definition, max(now_ms, course.decided_ms))
             timing = self._timetable.timing(definition)
             from_ms = course.decided_ms + 1
             count = timing.count(from_ms, now_ms + 1) if from_ms <= now_ms else 0
