@@ -13,7 +13,7 @@ from typing import Any
 from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, prefetch_state_keys
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Claim, Complete, Create, Entry, Fire, Reply
-from wheelsched.model.effects import Effect, JobChanged
+from wheelsched.model.effects import Effect, JobChanged, JobsCreated, JobsMoved
 from wheelsched.model.rows import (
     AttemptRow,
     DoneRow,
@@ -29,7 +29,7 @@ from wheelsched.model.rows import (
     encode_spec,
     is_final,
 )
-from wheelsched.model.states import Outcome, Status, status_of
+from wheelsched.model.states import LEASED, Outcome, Status, status_of
 
 GROUP = 3
 NOW_MS = 1_800_000_000_000
@@ -53,6 +53,9 @@ class DictReader:
         last = bisect.bisect_left(names, end) if end else len(names)
         return [(name, rows[name]) for name in names[first:last][:limit]]
 
+    def scan_back(self, family: str, start: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        return self.scan(family, start, end, 1 << 30)[::-1][:limit]
+
     def write(self, puts: Mapping[str, Mapping[bytes, bytes | None]], ranges: Sequence[tuple[str, bytes, bytes]] = ()) -> None:
         for family, start, end in ranges:
             rows = self.families[family]
@@ -64,6 +67,19 @@ class DictReader:
                     self.families[family].pop(key, None)
                 else:
                     self.families[family][key] = value
+
+
+def one_by_one(effects: Sequence[Effect]) -> list[Effect]:
+    """The same effects with those of many jobs told job by job: how many go together depends on how commands fall into entries."""
+    told: list[Effect] = []
+    for effect in effects:
+        if isinstance(effect, JobsCreated):
+            told += [JobChanged("create", None, state) for state in effect.states]
+        elif isinstance(effect, JobsMoved):
+            told += [JobChanged(effect.cause, *pair) for pair in zip(effect.befores, effect.afters, strict=True)]
+        else:
+            told.append(effect)
+    return told
 
 
 class EngineGroup:
@@ -78,13 +94,15 @@ class EngineGroup:
         self.effects: list[Effect] = []  # of the last entry
         self.last: Transaction | None = None
         self._prefetch = prefetch
+        self._kept_states: dict[bytes, JobState] = {}
+        self._kept_rows: dict[bytes, bytes] = {}
 
     def apply(self, *commands: AnyCommand) -> list[Reply]:
         """Apply one entry at `now_ms`."""
         return self.apply_entry(Entry(COMMAND_VERSION, self.now_ms, list(commands)))
 
     def apply_entry(self, entry: Entry) -> list[Reply]:
-        txn = self.last = Transaction(self.group, self.reader)
+        txn = self.last = Transaction(self.group, self.reader, None, self._kept_states, self._kept_rows)
         if self._prefetch:
             for job_id in prefetch_state_keys(entry):
                 txn.preload(job_id, self.reader.families[keys.STATE].get(keys.state_key(self.group, job_id)))
@@ -93,8 +111,20 @@ class EngineGroup:
         replies, self.effects = self.machine.apply(self.state, txn, entry)
         txn.finish()
         self.reader.write(txn.writes, txn.ranges)
+        if self._prefetch:
+            self._keep_leased()
         self.check()
         return replies
+
+    def _keep_leased(self) -> None:
+        """What a replica keeps of leased jobs from entry to entry: states and job rows."""
+        families = self.reader.families
+        states = [decode_state(row) for row in families[keys.STATE].values()]
+        self._kept_states = {state.job_id: state for state in states if state.status in LEASED}
+        self._kept_rows = {
+            state.job_id: families[keys.JOBS][keys.job_key(self.group, state.lane, state.fire_at_ms, state.job_id)]
+            for state in self._kept_states.values()
+        }
 
     def do(self, command: AnyCommand) -> Reply:
         """Apply one command alone."""
@@ -153,7 +183,7 @@ class EngineGroup:
 
     def changes(self) -> list[tuple[str, JobState | None, JobState | None]]:
         """The jobs changed by the last entry."""
-        return [(e.cause, e.before, e.after) for e in self.effects if isinstance(e, JobChanged)]
+        return [(e.cause, e.before, e.after) for e in one_by_one(self.effects) if isinstance(e, JobChanged)]
 
     def check(self) -> None:
         """Rows of all families agree: no orphan, no double, counts as counted anew. Slow and obvious."""
@@ -180,9 +210,9 @@ class EngineGroup:
     def _check_alive(self, state: JobState) -> None:
         rows = self.reader.families
         header = decode_header(rows[keys.JOBS][keys.job_key(self.group, state.lane, state.fire_at_ms, state.job_id)])
-        assert (header.priority, header.held, header.tenant, header.queue) == (
-            state.priority, state.held, state.tenant, state.queue,
-        )  # fmt: skip
+        assert (header.priority, header.tenant, header.queue) == (state.priority, state.tenant, state.queue)
+        # A run that fires on time leaves its job row alone: held there says that the state has to be looked at.
+        assert header.held == state.held or (header.held and state.run is not None)
         index_key = keys.index_key(self.group, state.tenant, state.queue, state.fire_at_ms, state.job_id)
         lane, priority, version = decode_index(rows[keys.INDEX][index_key])
         assert (lane, priority) == (state.lane, state.priority)

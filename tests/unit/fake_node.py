@@ -72,6 +72,7 @@ class FakeNode:
         self.rng = random.Random(7)
         self.clock_is_virtual = virtual
         self.admission: WheelschedError | None = None
+        self.cluster: Any = None
         self.before_propose: Callable[[Sequence[AnyCommand]], Awaitable[None]] | None = None
         self.reasons: tuple[str, ...] = ()
         self.given_back: list[ClaimedJob] = []
@@ -174,6 +175,8 @@ class FakeNode:
             if record is None or state.tenant != wanted.tenant or (wanted.queue and state.queue != wanted.queue):
                 continue
             if wanted.statuses and record.status not in wanted.statuses:
+                continue
+            if wanted.schedule and (state.run is None or state.run.schedule != wanted.schedule):
                 continue
             if any(record.spec.labels.get(key) != value for key, value in wanted.labels):
                 continue
@@ -380,7 +383,7 @@ class Wire:
         status = int(status_line.split()[1])
         if status == 100:
             return Answer(status, headers, b"")
-        size = 0 if is_head else int(headers["content-length"])
+        size = 0 if is_head or status == 204 else int(headers["content-length"])
         return Answer(status, headers, await self.reader.readexactly(size))
 
     async def end(self) -> bytes:

@@ -24,11 +24,11 @@ LINES = {
     "model": 1,
     "core": 0,
 }  # fmt: skip
-# Beside the stack. The commands use the SDK as anybody does; nothing else in the stack knows it.
-BESIDE = {"client": {"core", "model"}, "worker": {"client", "core", "model"}, "_native": set()}
+# Beside the stack. The commands use the SDK and the importers as anybody does; nothing else in the stack knows them.
+BESIDE = {"client": {"core", "model"}, "worker": {"client", "core", "model"}, "imports": {"core", "cron"}, "_native": set()}
 USERS_OF_SDK = {"cli"}
 # Leaves that their own package chooses: the compiled twins.
-USERS_OF_NATIVE = {"wheel", "fairness"}
+USERS_OF_NATIVE = {"wheel", "fairness", "engine", "replica", "dispatch", "api"}
 PURE = ("engine", "raft", "wheel", "fairness", "model")
 # The marker of a module for tests; it may import anything, and nothing imports it.
 FREE = {"testing"}

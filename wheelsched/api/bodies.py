@@ -258,6 +258,12 @@ _WAYS_OUT: Final = {
     "window_s": "choose a smaller window",
     "attempt": "it is counted by the server",
 }
+# What a job has and its template has not.
+_OF_ONE_RUN: Final = {
+    "run_at": "the schedule gives its runs their times",
+    "delay_s": "the schedule gives its runs their times; jitter_s makes all of them later",
+    "idempotency_key": "each run has a key of its own, made of its job id and its instant",
+}
 _VALUE_LENGTH_MAX: Final = 60
 _MISSING: Final = object()
 
@@ -368,6 +374,8 @@ def shown(value: object) -> str:
 
 def _near(steps: Sequence[str]) -> str:
     way = _WAYS_OUT.get(steps[-1])
+    if "job_template" in steps[:-1] and steps[-1] in _OF_ONE_RUN:
+        return f"; {_OF_ONE_RUN[steps[-1]]}"
     return f"; {way}" if way and steps[-1] == "idempotency_key" else ""
 
 
@@ -381,6 +389,8 @@ _CHOICES: Final[dict[str, str]] = {
     "outcome": "succeeded, retryable_failure, fatal_failure, cancelled",
     "class": "precise, flexible",
     "type": "task",
+    "policy": "run_latest, run_all, skip",
+    "overlap": "allow, forbid, replace, buffer_one",
 }
 
 

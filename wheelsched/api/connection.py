@@ -334,9 +334,14 @@ class Connection(BaseProtocol):
         else:
             is_old = message is not None and message.version.minor == 0
             ending = b"Connection: keep-alive\r\n\r\n" if is_old else b"\r\n"
+        if response.status == HTTPStatus.NO_CONTENT:
+            # Has neither (RFC 9110, 8.6), and so not their end of line either.
+            content, common = b"", _COMMON.removeprefix(b"\r\n")
+        else:
+            content, common = b"Content-Type: %b\r\nContent-Length: %d" % (response.content_type, len(body)), _COMMON
         head = b"".join((
-            _STATUS_LINES[response.status], b"Content-Type: ", response.content_type, b"\r\nContent-Length: %d" % len(body), _COMMON,
-            request_id.encode(), b"\r\n", self._server.date_line(), *response.headers, ending,
+            _STATUS_LINES[response.status], content, common, request_id.encode(), b"\r\n", self._server.date_line(),
+            *response.headers, ending,
         ))  # fmt: skip
         if message is not None and message.method == "HEAD":
             body = b""

@@ -30,7 +30,9 @@ class Seal:
         self._key = cluster.encode()[:64]
         if isinstance(wanted, JobFilter):
             statuses = sorted(int(status) for status in wanted.statuses)
-            scope = (listing, wanted.tenant, wanted.queue, statuses, sorted(wanted.labels), wanted.from_ms, wanted.to_ms)
+            scope = (
+                listing, wanted.tenant, wanted.queue, statuses, sorted(wanted.labels), wanted.from_ms, wanted.to_ms, wanted.schedule,
+            )  # fmt: skip
             self._scope = repr(scope).encode()
         else:
             self._scope = repr((listing, wanted)).encode()

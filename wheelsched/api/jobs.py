@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from wheelsched.api import bodies, cursors, problem, render, schemas, times
+from wheelsched.api import batches, bodies, cursors, problem, render, schemas, times
+from wheelsched.api.batches_pure import Spec
 from wheelsched.api.problem import Fault, invalid, refusal, refuse
 from wheelsched.api.request import Request, Response, ok
 from wheelsched.api.schemas import Flexible, JobCreate
@@ -46,11 +47,18 @@ _decode_nothing = msgspec.json.Decoder(schemas.Nothing)
 _BATCH_OPAQUE: Final = frozenset({"jobs"})
 
 
+# A longer one is decoded item by item, other connections in between; a scan of this is about a millisecond.
+_SCAN_BYTES_MAX: Final = 1024 * 1024
+# Specs of jobs seen in batches, by the bytes of the members they come from, so that each is decoded and encoded once.
+_specs: dict[bytes, Spec] = {}
+_SPECS_MAX: Final = 4_096
+
+
 class Draft(msgspec.Struct, gc=False):
     """A create on its way to the log, and what its answer needs."""
 
     command: Create
-    spec: JobSpec
+    spec: Spec
 
 
 # --- create ---------------------------------------------------------------------------------------------------------------------
@@ -59,7 +67,7 @@ class Draft(msgspec.Struct, gc=False):
 async def create(api: Api, request: Request) -> Response:
     api.node.check_admission()
     model = bodies.decode(_decode_create, request.body)
-    key = _header_key(request)
+    key = header_key(request)
     draft = _draft(api, request, model, request.body, key, spread_ms=0)
     reply = await api.node.propose(draft.command)
     status, body, version = await _created(api, request, draft, reply)
@@ -74,6 +82,65 @@ async def create_batch(api: Api, request: Request) -> Response:
     if "Idempotency-Key" in request.headers:
         raise InvalidRequest("the header Idempotency-Key does not apply to a batch; give each job its own idempotency_key")
     bodies.check_utf8(request.body)
+    drafts = await _scanned(api, request) or await _decoded(api, request)
+    good = [draft.command for draft in drafts if type(draft) is Draft]
+    answers = await api.node.propose_many(good) if good else []
+    if len(answers) == len(drafts) and not any(reply.refusal or reply.replayed for reply in answers):
+        return ok(batches.created_json(drafts, answers, None))
+    given = iter(answers)
+    replies: list[Reply | None] = []
+    others: list[bytes | None] = []
+    for index, draft in enumerate(drafts):
+        reply = next(given) if type(draft) is Draft else None
+        replies.append(reply)
+        if reply is not None and not reply.refusal and not reply.replayed:
+            others.append(None)
+            continue
+        if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        others.append(await _other_result(api, request, draft, reply))
+    return ok(batches.created_json(drafts, replies, others))
+
+
+async def _scanned(api: Api, request: Request) -> list[Draft | WheelschedError] | None:
+    """The items of a body in which nothing is unusual but single items; None for another body."""
+    if len(request.body) > _SCAN_BYTES_MAX:
+        return None
+    now_ms = api.node.clock.wall_ms()
+    scanned = batches.scan_jobs(request.body, api.node.settings.limits.payload_bytes, now_ms + _DAYS_MS, _specs)
+    if scanned is None:
+        return None
+    items, spread_ms = scanned
+    if request.traceparent:
+        _trace(items, request.traceparent)
+    odd = [(place, item) for place, item in enumerate(items) if len(item) == 2]
+    for count, (place, (body, key)) in enumerate(odd):
+        if count % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
+            await asyncio.sleep(0)
+        draft = items[place] = _item_draft(api, request, body, spread_ms)
+        if key and isinstance(draft, Draft) and not request.traceparent:
+            if len(_specs) >= _SPECS_MAX:
+                _specs.clear()
+                _specs[b""] = _PLAIN
+            _specs[key] = draft.spec
+    ids_needed = len(items) - len(odd)
+    batches.draft_jobs(items, ids.new_job_ids(ids_needed, now_ms, api.node.rng), request.tenant, spread_ms, Create, Draft)
+    return items
+
+
+def _trace(items: list[Any], traceparent: str) -> None:
+    """Give every job that was read its request's trace."""
+    traced: dict[bytes, Spec] = {}
+    for place, item in enumerate(items):
+        if len(item) != 2:
+            spec = item[5]
+            if spec.row not in traced:
+                traced[spec.row] = _shown(msgspec.structs.replace(spec.spec, traceparent=traceparent))
+            items[place] = (*item[:5], traced[spec.row])
+
+
+async def _decoded(api: Api, request: Request) -> list[Draft | WheelschedError]:
+    """The items of any body, decoded one by one."""
     batch = bodies.decode_part(_decode_batch, request.body, _BATCH_OPAQUE)
     schemas.check_item_count(batch.jobs, "jobs")
     faults: list[Fault] = []
@@ -85,14 +152,7 @@ async def create_batch(api: Api, request: Request) -> Response:
         if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
             await asyncio.sleep(0)
         drafts.append(_item_draft(api, request, bytes(raw), spread_ms))
-    good = [draft for draft in drafts if isinstance(draft, Draft)]
-    replies = iter(await api.node.propose_many([draft.command for draft in good]) if good else ())
-    results = []
-    for index, draft in enumerate(drafts):
-        if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
-            await asyncio.sleep(0)
-        results.append(await _batch_result(api, request, draft, next(replies)) if isinstance(draft, Draft) else _bad(draft, request))
-    return ok(b'{"results":[' + b",".join(results) + b"]}")
+    return drafts
 
 
 def _item_draft(api: Api, request: Request, body: bytes, spread_ms: int) -> Draft | WheelschedError:
@@ -110,7 +170,11 @@ def _item_draft(api: Api, request: Request, body: bytes, spread_ms: int) -> Draf
         return error
 
 
-async def _batch_result(api: Api, request: Request, draft: Draft, reply: Reply) -> bytes:
+async def _other_result(api: Api, request: Request, draft: Draft | WheelschedError, reply: Reply | None) -> bytes:
+    """What is not a job just made: an error, or the job that a key made before."""
+    if isinstance(draft, WheelschedError):
+        return _bad(draft, request)
+    assert reply is not None
     try:
         status, body, _version = await _created(api, request, draft, reply)
     except WheelschedError as error:
@@ -122,7 +186,8 @@ def _bad(error: WheelschedError, request: Request) -> bytes:
     return b'{"status":%d,"problem":%b}' % (error.status, problem.problem(error, request.request_id))
 
 
-def _header_key(request: Request) -> str:
+def header_key(request: Request) -> str:
+    """The Idempotency-Key, empty: none."""
     key = request.headers.get("Idempotency-Key")
     return "" if key is None else _checked_key(key, "", "Idempotency-Key")
 
@@ -138,27 +203,33 @@ def _checked_key(key: str, pointer: str, what: str) -> str:
 def _draft(api: Api, request: Request, model: JobCreate, body: bytes, key: str, *, spread_ms: int) -> Draft:
     """The command of one job, everything checked that can be without its group."""
     faults: list[Fault] = []
-    schemas.check_name(model.queue, "/queue", "queue")
-    if not isinstance(model.payload_ref, UnsetType):
-        raise invalid("/payload_ref", "payload_ref needs a blob store, and none is configured (blobs.url); send the value as payload")
-    run_at_ms, delay_ms = _time(api, model.run_at, model.delay_s, faults)
-    window_ms = schemas.ms_of(model.timing.window_s, "timing.window_s", faults) if isinstance(model.timing, Flexible) else 0
-    payload = b"null" if isinstance(model.payload, UnsetType) else _payload(api, model.payload)
-    spec, spec_row = _spec(model, window_ms, request.traceparent, faults)
+    priority, payload, spec = content_of(api, model, request.traceparent, faults)
+    run_at_ms, delay_ms = time_of(api, model.run_at, model.delay_s, faults)
     if faults:
         raise refuse(faults)
     tenant = request.tenant
     job_id = ids.keyed_job_id(tenant, key) if key else api.node.new_job_id()
     return Draft(
         Create(
-            job_id, tenant, model.queue, 1 if isinstance(model.priority, UnsetType) else _PRIORITIES[model.priority],
-            run_at_ms, delay_ms, window_ms, spread_ms, spec_row, payload, bodies.fingerprint(body) if key else b"",
+            job_id, tenant, model.queue, priority, run_at_ms, delay_ms, spec.window_ms, spread_ms, spec.row, payload,
+            bodies.fingerprint(body) if key else b"",
         ),
         spec,
     )  # fmt: skip
 
 
-def _time(api: Api, run_at: str | UnsetType, delay_s: float | UnsetType, faults: list[Fault]) -> tuple[int, int]:
+def content_of(api: Api, model: schemas.JobTemplate, traceparent: str, faults: list[Fault]) -> tuple[int, bytes, Spec]:
+    """(priority, payload, spec): what a job is, apart from its time."""
+    schemas.check_name(model.queue, "/queue", "queue")
+    if not isinstance(model.payload_ref, UnsetType):
+        raise invalid("/payload_ref", "payload_ref needs a blob store, and none is configured (blobs.url); send the value as payload")
+    window_ms = schemas.ms_of(model.timing.window_s, "timing.window_s", faults) if isinstance(model.timing, Flexible) else 0
+    payload = b"null" if isinstance(model.payload, UnsetType) else payload_of(api, model.payload)
+    priority = 1 if isinstance(model.priority, UnsetType) else _PRIORITIES[model.priority]
+    return priority, payload, _spec(model, window_ms, traceparent, faults)
+
+
+def time_of(api: Api, run_at: str | UnsetType, delay_s: float | UnsetType, faults: list[Fault]) -> tuple[int, int]:
     """(run_at ms or -1, delay ms or 0)."""
     if isinstance(run_at, UnsetType):
         if isinstance(delay_s, UnsetType):
@@ -186,7 +257,7 @@ def _too_far(pointer: str, detail: str) -> RunAtTooFar:
     return RunAtTooFar(detail, errors=({"pointer": pointer, "detail": detail},))
 
 
-def _payload(api: Api, raw: msgspec.Raw) -> bytes:
+def payload_of(api: Api, raw: msgspec.Raw) -> bytes:
     payload = bytes(raw)
     most = api.node.settings.limits.payload_bytes
     if len(payload) > most:
@@ -199,31 +270,34 @@ def too_large(field: str, size: int, most: int) -> PayloadTooLarge:
     return PayloadTooLarge(detail, errors=({"pointer": "/" + field, "detail": detail},))
 
 
-_PLAIN: Final = JobSpec()
-_PLAIN_ROW: Final = encode_spec(_PLAIN)
+def _shown(spec: JobSpec) -> Spec:
+    """A spec with its row and its words in an answer."""
+    return Spec(spec.window_ms, encode_spec(spec), spec, *render.spec_json(spec))
 
 
-def _spec(model: JobCreate, window_ms: int, traceparent: str, faults: list[Fault]) -> tuple[JobSpec, bytes]:
-    """The spec and its row."""
+_DEFAULTS: Final = JobSpec()
+_PLAIN: Final = _specs.setdefault(b"", _shown(_DEFAULTS))
+
+
+def _spec(model: schemas.JobTemplate, window_ms: int, traceparent: str, faults: list[Fault]) -> Spec:
     if (
         model.retry is UNSET and model.timeout_s is UNSET and model.start_deadline_s is UNSET and model.labels is UNSET
         and not window_ms and not traceparent
     ):  # fmt: skip
-        return _PLAIN, _PLAIN_ROW
-    max_attempts, initial_ms, max_ms = _PLAIN.max_attempts, _PLAIN.initial_backoff_ms, _PLAIN.max_backoff_ms
+        return _PLAIN
+    max_attempts, initial_ms, max_ms = _DEFAULTS.max_attempts, _DEFAULTS.initial_backoff_ms, _DEFAULTS.max_backoff_ms
     if not isinstance(model.retry, UnsetType):
         changes = _retry_changes(model.retry, faults)
         max_attempts = changes.get("max_attempts", max_attempts)
         initial_ms = changes.get("initial_backoff_ms", initial_ms)
         max_ms = changes.get("max_backoff_ms", max_ms)
-    timeout_ms = _PLAIN.timeout_ms if isinstance(model.timeout_s, UnsetType) else schemas.ms_of(model.timeout_s, "timeout_s", faults)
+    timeout_ms = _DEFAULTS.timeout_ms if isinstance(model.timeout_s, UnsetType) else schemas.ms_of(model.timeout_s, "timeout_s", faults)
     deadline_ms = -1 if isinstance(model.start_deadline_s, UnsetType) else schemas.ms_of(model.start_deadline_s, "start_deadline_s", faults)
     labels: dict[str, str] = {}
     if not isinstance(model.labels, UnsetType):
         labels = model.labels
         schemas.check_labels(labels, faults)
-    spec = JobSpec(window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent)
-    return spec, encode_spec(spec)
+    return _shown(JobSpec(window_ms, max_attempts, initial_ms, max_ms, timeout_ms, deadline_ms, labels, "", traceparent))
 
 
 def _retry_changes(retry: schemas.Retry, faults: list[Fault]) -> dict[str, int]:
@@ -252,7 +326,7 @@ async def _created(api: Api, request: Request, draft: Draft, reply: Reply) -> tu
     command = draft.command
     # Due at its acceptance: the Fire that follows in the same entry makes it QUEUED before this answer leaves.
     is_due = state.fire_at_ms <= state.created_at_ms and not state.held
-    body = render.job_json(state, "QUEUED" if is_due else "SCHEDULED", draft.spec, command.payload)
+    body = render.job_json(state, "QUEUED" if is_due else "SCHEDULED", draft.spec.spec, command.payload)
     return 201, body, state.version
 
 
@@ -303,10 +377,6 @@ async def list_jobs(api: Api, request: Request) -> Response:
     limit = cursors.limit_of(query)
     seal = cursors.Seal(api.node.settings.cluster.name, "jobs", wanted)
     position = cursors.position_of(query, seal)
-    if "schedule" in query:
-        # No schedules yet, so no job has one.
-        schemas.check_name(query["schedule"][0], "?schedule", "schedule")
-        return ok(render.page(b"jobs", (), None))
     found = await api.node.list_jobs(wanted, cursor=position, limit=limit)
     return ok(render.page(b"jobs", [render.job(record) for record in found.jobs], seal.cursor(found.cursor)))
 
@@ -329,13 +399,16 @@ def _filter(request: Request) -> JobFilter:
         if not colon or not key:
             raise invalid("?label", f"label {bodies.shown(text)} is no pair; write it name:value")
         labels.append((key, value))
+    schedule = query["schedule"][0] if "schedule" in query else ""
+    if "schedule" in query:
+        schemas.check_name(schedule, "?schedule", "schedule")
     return JobFilter(
         request.tenant, queue, frozenset(statuses), tuple(labels),
-        _bound(query, "from", 0), _bound(query, "to", 2**62),
+        bound_of(query, "from", 0), bound_of(query, "to", 2**62), schedule,
     )  # fmt: skip
 
 
-def _bound(query: dict[str, list[str]], name: str, default: int) -> int:
+def bound_of(query: dict[str, list[str]], name: str, default: int) -> int:
     if name not in query:
         return default
     text = query[name][0]
@@ -353,7 +426,7 @@ async def patch(api: Api, request: Request) -> Response:
     job_id = job_id_of(request)
     model = bodies.decode(_decode_patch, request.body)
     command = _update(api, request, job_id, model)
-    versions = _if_match(request)
+    versions = if_match(request)
     if versions is not None:
         command = msgspec.structs.replace(command, if_version=await _matching(api, request, job_id, versions))
     reply = await api.node.propose(command)
@@ -364,7 +437,7 @@ async def patch(api: Api, request: Request) -> Response:
 
 def _update(api: Api, request: Request, job_id: bytes, model: schemas.JobPatch) -> Update:
     faults: list[Fault] = []
-    run_at, delay_ms = _time(api, model.run_at, model.delay_s, faults)
+    run_at, delay_ms = time_of(api, model.run_at, model.delay_s, faults)
     window_ms = -1
     if not isinstance(model.timing, UnsetType):
         window_ms = schemas.ms_of(model.timing.window_s, "timing.window_s", faults) if isinstance(model.timing, Flexible) else 0
@@ -376,7 +449,7 @@ def _update(api: Api, request: Request, job_id: bytes, model: schemas.JobPatch) 
     if not isinstance(model.labels, UnsetType):
         schemas.check_labels(model.labels, faults)
         changes["labels"] = model.labels
-    payload = None if isinstance(model.payload, UnsetType) else _payload(api, model.payload)
+    payload = None if isinstance(model.payload, UnsetType) else payload_of(api, model.payload)
     if faults:
         raise refuse(faults)
     return Update(
@@ -386,7 +459,7 @@ def _update(api: Api, request: Request, job_id: bytes, model: schemas.JobPatch) 
     )  # fmt: skip
 
 
-def _if_match(request: Request) -> list[int] | None:
+def if_match(request: Request) -> list[int] | None:
     """Versions that `If-Match` allows (RFC 9110, 13.1.1); None: any. A weak tag never matches, nor does one that is not ours."""
     text = request.headers.get("If-Match")
     if text is None or text.strip() == "*":

@@ -35,6 +35,19 @@ _EXAMPLES: Final[dict[str, Any]] = {
     "QueuePut": {"max_concurrency": 50, "rate_per_s": 100, "lease_s": 60},
     "DeadSelection": {"job_ids": [_JOB_ID]},
     "DeadRedrive": {"all": True, "error_contains": "timeout", "spread_s": 600},
+    "ScheduleCreate": {
+        "name": "invoices", "cron": "0 9 1 * *", "time_zone": "Europe/Berlin",
+        "job_template": {"queue": "billing", "payload": {"kind": "invoice"}}, "overlap": "forbid",
+    },
+    "SchedulePut": {"every_s": 900, "job_template": {"queue": "feeds"}, "missed_runs": {"policy": "skip"}},
+    "SchedulePatch": {"cron": "0 10 1 * *", "end_at": None},
+    "SchedulePreview": {"cron": "30 2 * * *", "time_zone": "America/New_York", "after": "2026-03-01T00:00:00Z", "count": 10},
+    "ScheduleBatch": {"schedules": [{"name": "feeds", "every_s": 900, "job_template": {"queue": "feeds"}}]},
+    "JobTemplate": {"queue": "billing", "payload": {"kind": "invoice"}},
+    "RunCreate": {"payload": {"kind": "invoice", "month": "2026-01"}},
+    "BackfillRequest": {"from": "2026-01-01T00:00:00Z", "to": "2026-02-01T00:00:00Z"},
+    "NodeAdd": {"id": "n4", "http": "10.0.0.4:8080", "peer": "10.0.0.4:7080"},
+    "GroupTransfer": {"to": "n2"},
     "ClockAdvance": {"by_s": 3600},
     "Problem": {
         "type": "urn:wheelsched:problem:invalid-request", "title": "Invalid request", "status": 400,
@@ -46,6 +59,9 @@ _EXAMPLES: Final[dict[str, Any]] = {
 _PATH_NAMES: Final[dict[str, dict[str, Any]]] = {
     "job_id": {"schema": {"type": "string", "maxLength": 64}, "example": _JOB_ID, "description": "A job's id."},
     "queue": {"schema": {"type": "string", "pattern": schemas.NAME_PATTERN}, "example": "mail", "description": "A queue's name."},
+    "schedule": {"schema": {"type": "string", "pattern": schemas.NAME_PATTERN}, "example": "invoices", "description": "A schedule's name."},
+    "node": {"schema": {"type": "string", "pattern": schemas.NAME_PATTERN}, "example": "n4", "description": "A node's id."},
+    "group": {"schema": {"type": "string", "maxLength": 16}, "example": "7", "description": "A group's number, or meta."},
     "lease_token": {
         "schema": {"type": "string", "maxLength": 64},
         "example": _TOKEN,
@@ -84,7 +100,9 @@ def _version() -> str:
 
 
 def _models() -> list[type]:
-    models: dict[type, None] = {schemas.BatchJob: None, schemas.BatchHeartbeat: None, schemas.BatchCompletion: None, schemas.Problem: None}
+    models: dict[type, None] = {
+        schemas.BatchJob: None, schemas.BatchHeartbeat: None, schemas.BatchCompletion: None, schemas.Problem: None,
+    }  # fmt: skip
     for route in ROUTES:
         for model in (route.body, *route.answers.values()):
             if model is not None:
@@ -152,11 +170,11 @@ def _parameter(param: Param, place: str) -> dict[str, Any]:
     return parameter
 
 
-_TITLES: Final = {200: "Done.", 201: "Created.", 202: "Accepted: it will happen.", 503: "Not now."}
+_TITLES: Final = {200: "Done.", 201: "Created.", 202: "Accepted: it will happen.", 204: "Done; there is no body.", 503: "Not now."}
 _HEADERS: Final[dict[str, Any]] = {
-    "ETag": {"schema": {"type": "string"}, "description": "The job's version, for If-Match."},
-    "Location": {"schema": {"type": "string"}, "description": "Where the job is."},
-    "Idempotent-Replayed": {"schema": {"type": "string"}, "description": "`true`: the key was seen before; this is the job it made."},
+    "ETag": {"schema": {"type": "string"}, "description": "The version, for If-Match."},
+    "Location": {"schema": {"type": "string"}, "description": "Where it is."},
+    "Idempotent-Replayed": {"schema": {"type": "string"}, "description": "`true`: the key was seen before; this is what it made."},
 }
 
 
@@ -164,12 +182,16 @@ def _answer(route: Route, status: int, model: type | None) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": _TITLES[status]}
     if route.plain:
         return answer | {"content": {"text/plain": {"schema": {"type": "string"}}}}
+    if status == 204:
+        return answer
     schema = {"type": "object"} if model is None else _ref(model)
     headers = []
-    if model is schemas.Job:
+    if model in (schemas.Job, schemas.Schedule):
         headers.append("ETag")
-        if route.path == "/v1/jobs":
-            headers += ["Location"] if status == 201 else ["Location", "Idempotent-Replayed"]
+        if status == 201:
+            headers.append("Location")
+        elif 201 in route.answers and route.method == "POST":
+            headers += ["Location", "Idempotent-Replayed"]
     if headers:
         answer["headers"] = {name: _HEADERS[name] for name in headers}
     return answer | {"content": {"application/json": {"schema": schema}}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import orjson
 
@@ -59,6 +60,16 @@ def headers(error: WheelschedError) -> tuple[bytes, ...]:
 def invalid(pointer: str, detail: str) -> InvalidRequest:
     """One fault, at one place of the body (a JSON pointer) or of the query (`?name`)."""
     return InvalidRequest(detail, errors=({"pointer": pointer, "detail": detail},))
+
+
+@contextmanager
+def inside(pointer: str) -> Iterator[None]:
+    """Faults raised in the block stand under this place of the body."""
+    try:
+        yield
+    except WheelschedError as error:
+        error.errors = tuple({**fault, "pointer": pointer + fault["pointer"]} for fault in error.errors)
+        raise
 
 
 def refuse(faults: Sequence[Fault]) -> InvalidRequest:

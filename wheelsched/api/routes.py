@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from wheelsched.api import admin, attempts, claims, jobs, queues, schemas
+from wheelsched.api import admin, attempts, claims, cluster, forecast, jobs, queues, schedules, schemas
 from wheelsched.api.request import Request, Response
 from wheelsched.core import limits
 
@@ -70,7 +70,17 @@ _JOB_FILTER: Final = (
     Param("from", _INSTANT, "`fire_at` at or after this instant."),
     Param("to", _INSTANT, "`fire_at` before this instant."),
 )
-_KEY: Final = Param("Idempotency-Key", {"type": "string", "pattern": "^[!-~]{1,255}$"}, "The same key and body answer with the same job.")
+_FORECAST: Final = (
+    Param("from", _INSTANT, "The minute to begin with; now by default."),
+    Param("to", _INSTANT, "The minute to end before, at most seven days later; a day by default."),
+)
+_QUEUE: Final = Param("queue", _NAME, "Schedules whose runs go to this queue.")
+_FORCE: Final = Param(
+    "force", {"type": "boolean", "default": False}, "The node never comes back, and its groups may be left with fewer replicas."
+)
+_KEY: Final = Param(
+    "Idempotency-Key", {"type": "string", "pattern": "^[!-~]{1,255}$"}, "The same key and body answer with what they made the first time."
+)
 _IF_MATCH: Final = Param("If-Match", _STRING, 'Change only the version that this `ETag` names: `"v3"`.')
 
 ROUTES: Final = (
@@ -133,6 +143,59 @@ ROUTES: Final = (
     Route(method="POST", path="/v1/attempts:complete", handler=attempts.complete_batch, tag="attempts",
           summary="End up to 1,000 attempts.", body=schemas.CompletionBatch, answers={200: schemas.CompletionResults},
           errors=(413, 415), body_bytes_max=limits.BATCH_BYTES_MAX),
+    Route(method="POST", path="/v1/schedules", handler=schedules.create, tag="schedules", summary="Create a schedule.",
+          body=schemas.ScheduleCreate, answers={201: schemas.Schedule, 200: schemas.Schedule}, errors=(409, 413, 415, 422, 429),
+          headers=(_KEY,)),
+    Route(method="GET", path="/v1/schedules", handler=schedules.list_schedules, tag="schedules", summary="List schedules by name.",
+          answers={200: schemas.SchedulePage}, query=(_QUEUE, *_PAGING)),
+    Route(method="POST", path="/v1/schedules:batch", handler=schedules.put_batch, tag="schedules",
+          summary="Create or replace up to 1,000 schedules; each has its own result.", body=schemas.ScheduleBatch,
+          answers={200: schemas.ScheduleResults}, errors=(413, 415, 429), body_bytes_max=limits.BATCH_BYTES_MAX),
+    Route(method="POST", path="/v1/schedules:preview", handler=schedules.preview, tag="schedules",
+          summary="The next runs of a schedule that need not exist.", body=schemas.SchedulePreview,
+          answers={200: schemas.PreviewInfo}, errors=(413, 415)),
+    Route(method="GET", path="/v1/schedules/{schedule}", handler=schedules.get, tag="schedules", summary="Read a schedule.",
+          answers={200: schemas.Schedule}, errors=(404,)),
+    Route(method="PUT", path="/v1/schedules/{schedule}", handler=schedules.put, tag="schedules",
+          summary="Create or replace a schedule; the same again changes nothing.", body=schemas.SchedulePut,
+          answers={200: schemas.Schedule, 201: schemas.Schedule}, errors=(412, 413, 415, 429), headers=(_IF_MATCH,)),
+    Route(method="PATCH", path="/v1/schedules/{schedule}", handler=schedules.patch, tag="schedules", summary="Change a schedule.",
+          body=schemas.SchedulePatch, answers={200: schemas.Schedule}, errors=(404, 412, 413, 415, 429), headers=(_IF_MATCH,)),
+    Route(method="DELETE", path="/v1/schedules/{schedule}", handler=schedules.delete, tag="schedules",
+          summary="Delete a schedule and withdraw its waiting run; its history stays.", answers={204: None}, errors=(404,)),
+    Route(method="POST", path="/v1/schedules/{schedule}:pause", handler=schedules.pause, tag="schedules", summary="Fire no more runs.",
+          body=schemas.Nothing, body_optional=True, answers={200: schemas.Schedule}, errors=(404, 415)),
+    Route(method="POST", path="/v1/schedules/{schedule}:resume", handler=schedules.resume, tag="schedules",
+          summary="Go on from now; what was missed while paused does not run.", body=schemas.Nothing, body_optional=True,
+          answers={200: schemas.Schedule}, errors=(404, 415)),
+    Route(method="POST", path="/v1/schedules/{schedule}:backfill", handler=schedules.backfill, tag="schedules",
+          summary="A run for each occurrence of a range that has none.", body=schemas.BackfillRequest,
+          answers={200: schemas.BackfillInfo}, errors=(404, 413, 415, 429)),
+    Route(method="POST", path="/v1/schedules/{schedule}/runs", handler=schedules.start_run, tag="schedules", summary="A run by hand.",
+          body=schemas.RunCreate, body_optional=True, answers={201: schemas.Job, 200: schemas.Job},
+          errors=(404, 409, 413, 415, 422, 429), headers=(_KEY,)),
+    Route(method="GET", path="/v1/schedules/{schedule}/runs", handler=schedules.list_runs, tag="schedules",
+          summary="Runs of a schedule, newest first, and what was left out.", answers={200: schemas.RunPage}, errors=(404,),
+          query=_PAGING),
+    Route(method="GET", path="/v1/forecast", handler=forecast.get, tag="schedules", summary="Jobs that will be due, by minute and queue.",
+          answers={200: schemas.Forecast}, query=_FORECAST),
+    Route(method="POST", path="/v1/time-zones:reload", handler=schedules.reload_zones, tag="schedules",
+          summary="Read the time-zone data again; waiting runs of zones that changed move.", body=schemas.Nothing, body_optional=True,
+          answers={200: schemas.ZonesInfo}, errors=(415,)),
+    Route(method="GET", path="/v1/cluster", handler=cluster.get, tag="cluster",
+          summary="Nodes and groups: who leads, who lags, whose clock is off.", answers={200: cluster.ClusterInfo}, errors=(404,)),
+    Route(method="POST", path="/v1/cluster/nodes", handler=cluster.add_node, tag="cluster",
+          summary="Make a place for a node that is to join, or for one that replaces another.", body=cluster.NodeAdd,
+          answers={202: cluster.ClusterMember}, errors=(404, 409, 413, 415)),
+    Route(method="DELETE", path="/v1/cluster/nodes/{node}", handler=cluster.remove_node, tag="cluster",
+          summary="Let a node leave for ever, once others hold what it holds.", answers={202: cluster.ClusterMember}, errors=(404,),
+          query=(_FORCE,)),
+    Route(method="POST", path="/v1/cluster/nodes/{node}:drain", handler=cluster.drain_node, tag="cluster",
+          summary="Let a node give up what it leads, and what it holds where others can; adding it again takes it back.",
+          body=schemas.Nothing, body_optional=True, answers={202: cluster.ClusterMember}, errors=(404, 413, 415)),
+    Route(method="POST", path="/v1/cluster/groups/{group}:transfer", handler=cluster.transfer, tag="cluster",
+          summary="Hand the leadership of a group to another of its voters.", body=cluster.GroupTransfer,
+          answers={202: cluster.Transferring}, errors=(404, 413, 415)),
     Route(method="GET", path="/v1/clock", handler=admin.clock, tag="clock", summary="The virtual clock's now.",
           answers={200: schemas.ClockInfo}, errors=(404,)),
     Route(method="POST", path="/v1/clock:advance", handler=admin.advance, tag="clock", summary="Let virtual time pass.",
@@ -171,6 +234,10 @@ def find(path: str) -> tuple[dict[str, tuple[int, Route]] | None, str]:
         if colon:
             return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*:{verb}"), name
         return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*"), parts[3]
+    if len(parts) == 5 and parts[2] == "cluster":
+        name, colon, verb = parts[4].rpartition(":")
+        path = f"/{parts[1]}/cluster/{parts[3]}/*"
+        return (_BY_PATH.get(f"{path}:{verb}"), name) if colon else (_BY_PATH.get(path), parts[4])
     if len(parts) == 5:
         return _BY_PATH.get(f"/{parts[1]}/{parts[2]}/*/{parts[4]}"), parts[3]
     return None, ""

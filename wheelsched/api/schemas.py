@@ -83,10 +83,10 @@ class Target(Model, kw_only=True):
     type: Literal["task"]
 
 
-class JobCreate(Model, kw_only=True):
+class JobTemplate(Model, kw_only=True):
+    """A job, apart from its time."""
+
     queue: Name
-    run_at: Instant | UnsetType = UNSET
-    delay_s: DelayS | UnsetType = UNSET
     timing: Timing | UnsetType = UNSET
     priority: PriorityName | UnsetType = UNSET
     target: Target | UnsetType = UNSET
@@ -99,6 +99,11 @@ class JobCreate(Model, kw_only=True):
         | UnsetType
     ) = UNSET
     labels: Labels | UnsetType = UNSET
+
+
+class JobCreate(JobTemplate, kw_only=True):
+    run_at: Instant | UnsetType = UNSET
+    delay_s: DelayS | UnsetType = UNSET
 
 
 class BatchJob(JobCreate, kw_only=True):
@@ -218,6 +223,128 @@ class QueuePut(Model, kw_only=True):
     weights: Weights | UnsetType = UNSET
 
 
+MissedPolicy = Literal["run_latest", "run_all", "skip"]
+OverlapPolicy = Literal["allow", "forbid", "replace", "buffer_one"]
+TriggerName = Literal["on_time", "catch_up", "manual", "backfill"]
+
+StartingDeadlineS = Annotated[
+    float, Meta(ge=0, le=limits.DELAY_S_MAX, description="How long after its instant a run may still start, in seconds; none by default.")
+]
+
+
+class MissedRuns(Model, kw_only=True):
+    """What becomes of occurrences that were due while nothing could fire."""
+
+    policy: Annotated[MissedPolicy, Meta(extra_json_schema={"default": "run_latest"})] | UnsetType = UNSET
+    starting_deadline_s: StartingDeadlineS | UnsetType | None = UNSET
+
+
+class _ScheduleFields(Model, kw_only=True):
+    """What a schedule has beside its name and template. `null` is the default."""
+
+    cron: (
+        Annotated[str, Meta(description="Five fields, or @daily and the like; H for a value hashed from the name. Excludes every_s.")]
+        | UnsetType
+        | None
+    ) = UNSET
+    time_zone: (
+        Annotated[str, Meta(description="Of cron: a name of the IANA database.", extra_json_schema={"default": "UTC"})] | UnsetType | None
+    ) = UNSET
+    every_s: (
+        Annotated[
+            float,
+            Meta(ge=limits.EVERY_S_MIN, le=limits.DELAY_S_MAX, description="Elapsed seconds between runs. Excludes cron and time_zone."),
+        ]
+        | UnsetType
+        | None
+    ) = UNSET
+    anchor_at: (
+        Annotated[
+            str,
+            Meta(
+                description="Of every_s: the instant that runs are counted from; by default when every_s was set.",
+                extra_json_schema={"format": "date-time"},
+            ),
+        ]
+        | UnsetType
+        | None
+    ) = UNSET
+    jitter_s: (
+        Annotated[
+            float,
+            Meta(
+                ge=0, le=limits.WINDOW_S_MAX, extra_json_schema={"default": 0},
+                description="Runs start later than their instants by a stable offset below this, hashed from the name.",
+            ),
+        ]
+        | UnsetType
+        | None
+    ) = UNSET  # fmt: skip
+    missed_runs: MissedRuns | UnsetType | None = UNSET
+    overlap: Annotated[OverlapPolicy, Meta(extra_json_schema={"default": "allow"})] | UnsetType | None = UNSET
+    max_concurrency: Annotated[int, Meta(ge=1, le=1000000, description="Runs leased at once; none by default.")] | UnsetType | None = UNSET
+    start_at: Annotated[str, Meta(description="No run before.", extra_json_schema={"format": "date-time"})] | UnsetType | None = UNSET
+    end_at: Annotated[str, Meta(description="No run from then on.", extra_json_schema={"format": "date-time"})] | UnsetType | None = UNSET
+    paused: Annotated[bool, Meta(description="Left out of a PUT: as it is.", extra_json_schema={"default": False})] | UnsetType | None = (
+        UNSET
+    )
+    shadow: (
+        Annotated[bool, Meta(description="Record what would have fired, run nothing.", extra_json_schema={"default": False})]
+        | UnsetType
+        | None
+    ) = UNSET
+
+
+class ScheduleCreate(_ScheduleFields, kw_only=True):
+    """`cron` with `time_zone`, or `every_s` with `anchor_at`, or neither: then it runs by hand only."""
+
+    name: Name
+    job_template: JobTemplate
+
+
+class SchedulePut(_ScheduleFields, kw_only=True):
+    """What is left out returns to its default, but for `paused`. `name`, where given, is the one in the path."""
+
+    name: Name | UnsetType = UNSET
+    job_template: JobTemplate
+
+
+class SchedulePatch(_ScheduleFields, kw_only=True):
+    """What is given replaces, whole; `null` returns to the default; all else stays. `cron` takes the place of `every_s` and the other
+    way round."""
+
+    name: Name | UnsetType = UNSET
+    job_template: JobTemplate | UnsetType = UNSET
+
+
+class SchedulePreview(_ScheduleFields, kw_only=True):
+    name: Name | UnsetType = UNSET
+    job_template: JobTemplate | UnsetType = UNSET
+    after: Annotated[Instant, Meta(description="Runs later than this; now by default.")] | UnsetType = UNSET
+    count: Annotated[int, Meta(ge=1, le=limits.PREVIEW_MAX, extra_json_schema={"default": limits.NEXT_RUNS})] | UnsetType = UNSET
+
+
+class ScheduleBatch(Model, kw_only=True):
+    schedules: Annotated[
+        list[Raw],
+        Meta(min_length=1,
+             extra_json_schema={"maxItems": limits.BATCH_ITEMS_MAX, "items": {"$ref": "#/components/schemas/ScheduleCreate"}}),
+    ]  # fmt: skip
+
+
+class RunCreate(Model, kw_only=True):
+    """A run by hand: now, or at its own time."""
+
+    run_at: Instant | UnsetType = UNSET
+    delay_s: DelayS | UnsetType = UNSET
+    payload: Annotated[Json, Meta(description="Instead of the template's.")] | UnsetType = UNSET
+
+
+class BackfillRequest(Model, kw_only=True):
+    from_: Annotated[Instant, Meta(description="Inclusive.")] = msgspec.field(name="from")
+    to: Annotated[Instant, Meta(description="Exclusive.")]
+
+
 class DeadSelection(Model, kw_only=True):
     """Either `job_ids`, or `all` with what narrows it."""
 
@@ -276,6 +403,16 @@ class RetryInfo(Answer, kw_only=True):
     max_backoff_s: float
 
 
+_NominalReading = Annotated[str, Meta(description="What the zone's clock was to show, where it jumped over that: 2026-03-08T02:30.")]
+
+
+class IntervalInfo(Answer, kw_only=True):
+    """What a run covers: from its predecessor's instant to its own."""
+
+    from_: Instant = msgspec.field(name="from")
+    to: Instant
+
+
 class Job(Answer, kw_only=True):
     job_id: str
     queue: str
@@ -289,6 +426,7 @@ class Job(Answer, kw_only=True):
     payload_ref: str | UnsetType = UNSET
     retry: RetryInfo
     timeout_s: float
+    start_deadline_s: float | UnsetType = UNSET
     labels: dict[str, str]
     version: int
     attempt: int
@@ -301,7 +439,10 @@ class Job(Answer, kw_only=True):
     result: Json | UnsetType = UNSET
     progress: Json | UnsetType = UNSET
     schedule: str | UnsetType = UNSET
-    scheduled_for: Instant | UnsetType = UNSET
+    scheduled_for: Annotated[Instant, Meta(description="The occurrence; absent of a run by hand.")] | UnsetType = UNSET
+    data_interval: IntervalInfo | UnsetType = UNSET
+    trigger: TriggerName | UnsetType = UNSET
+    scheduled_local: _NominalReading | UnsetType = UNSET
     flow_run: str | UnsetType = UNSET
 
 
@@ -368,6 +509,9 @@ class ClaimedJobInfo(Answer, kw_only=True):
     labels: dict[str, str]
     schedule: str | UnsetType = UNSET
     scheduled_for: Instant | UnsetType = UNSET
+    data_interval: IntervalInfo | UnsetType = UNSET
+    trigger: TriggerName | UnsetType = UNSET
+    scheduled_local: _NominalReading | UnsetType = UNSET
     traceparent: str | UnsetType = UNSET
 
 
@@ -446,6 +590,130 @@ class Queue(Answer, kw_only=True):
 class QueuePage(Answer, kw_only=True):
     queues: list[Queue]
     next_cursor: str | None
+
+
+class MissedRunsInfo(Answer, kw_only=True):
+    policy: MissedPolicy
+    starting_deadline_s: float | None
+
+
+class JobTemplateInfo(Answer, kw_only=True):
+    queue: str
+    timing: PreciseInfo | FlexibleInfo
+    priority: PriorityName
+    target: Annotated[dict[str, Any], Meta(examples=[{"type": "task"}])]
+    payload: Json | UnsetType = UNSET
+    payload_ref: str | UnsetType = UNSET
+    retry: RetryInfo
+    timeout_s: float
+    start_deadline_s: float | UnsetType = UNSET
+    labels: dict[str, str]
+
+
+class LastRun(Answer, kw_only=True):
+    job_id: str
+    scheduled_for: Annotated[Instant, Meta(description="null: a run by hand.")] | None
+    status: StatusName
+    fire_at: Instant
+    finished_at: Instant | UnsetType = UNSET
+
+
+class Schedule(Answer, kw_only=True):
+    """`cron` with `time_zone`, or `every_s` with `anchor_at`, or neither."""
+
+    schedule_id: str
+    name: str
+    cron: str | UnsetType = UNSET
+    time_zone: str | UnsetType = UNSET
+    every_s: float | UnsetType = UNSET
+    anchor_at: Instant | UnsetType = UNSET
+    job_template: JobTemplateInfo
+    jitter_s: float
+    missed_runs: MissedRunsInfo
+    overlap: OverlapPolicy
+    max_concurrency: int | None
+    start_at: Instant | None
+    end_at: Instant | None
+    paused: bool
+    shadow: bool
+    next_runs: Annotated[list[Instant], Meta(description="The next five instants, without jitter; none while it is paused.")]
+    next_runs_local: Annotated[list[str], Meta(description="The same as the zone's clock shows them, with its offset.")]
+    warnings: list[str]
+    last_run: LastRun | None
+    skipped: Annotated[dict[str, int], Meta(description="Occurrences that did not run, by reason.")]
+    version: int
+    created_at: Instant
+    updated_at: Instant
+    time_zone_data: Annotated[str, Meta(description="Version of the zone data that the waiting occurrence was computed with.")] | None
+
+
+class ScheduleResult(Answer, kw_only=True):
+    status: int
+    schedule: Schedule | UnsetType = UNSET
+    problem: Problem | UnsetType = UNSET
+
+
+class ScheduleResults(Answer, kw_only=True):
+    results: list[ScheduleResult]
+
+
+class SchedulePage(Answer, kw_only=True):
+    schedules: list[Schedule]
+    next_cursor: str | None
+
+
+class PreviewInfo(Answer, kw_only=True):
+    next_runs: list[Instant]
+    next_runs_local: list[str]
+    warnings: list[str]
+
+
+class SkippedInfo(Answer, kw_only=True):
+    """Occurrences left out without a job: the first, the last, how many, and why."""
+
+    from_: Instant = msgspec.field(name="from")
+    to: Instant
+    count: int
+    reason: str
+
+
+class RunPage(Answer, kw_only=True):
+    jobs: list[Job]
+    skipped: list[SkippedInfo]
+    next_cursor: str | None
+
+
+class BackfillInfo(Answer, kw_only=True):
+    created: int
+    skipped: int
+    existing: int
+
+
+class QueueDue(Answer, kw_only=True):
+    queue: Name
+    jobs: int
+
+
+class MinuteDue(Answer, kw_only=True):
+    """Jobs due in the minute that begins at `at`."""
+
+    at: Instant
+    jobs: int
+    queues: list[QueueDue]
+
+
+class Forecast(Answer, kw_only=True):
+    """Minutes without a job are left out."""
+
+    from_: Instant = msgspec.field(name="from")
+    to: Instant
+    minutes: list[MinuteDue]
+
+
+class ZonesInfo(Answer, kw_only=True):
+    version: str
+    zones: list[str]
+    moved: int
 
 
 class Redriven(Answer, kw_only=True):

@@ -65,7 +65,7 @@ def _body(options: dict[str, Any]) -> dict[str, Any]:
     plain = ("run_at", "delay_s", "payload", "priority", "timeout_s", "start_deadline_s")
     body = {name: options[name] for name in plain if options.get(name) is not None}
     if options.get("window_s") is not None:
-        body["timing"] = {"class": "flexible", "window_s": _whole(options["window_s"])}
+        body["timing"] = {"class": "flexible", "window_s": whole(options["window_s"])}
     retry = {
         name: options[name] for name in ("max_attempts", "initial_backoff_s", "max_backoff_s") if options.get(name) is not None
     }
@@ -76,7 +76,7 @@ def _body(options: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _whole(number: float) -> int | float:
+def whole(number: float) -> int | float:
     return int(number) if number == int(number) else number
 
 
@@ -120,7 +120,7 @@ def create(session: Session, queue: str | None, key: str | None, source: IO[str]
 def _create_many(session: Session, source: IO[str]) -> int:
     run = uuid.uuid4().hex
     created, refused = 0, []
-    lines = _lines_of(source)
+    lines = lines_of(source, "a queue")
     with session.output.progress() as bar:
         task = bar.add_task("creating jobs", total=None) if bar else None
         while batch := list(islice(lines, _BATCH_JOBS)):
@@ -141,7 +141,8 @@ def _create_many(session: Session, source: IO[str]) -> int:
     return FAILURE if refused else OK
 
 
-def _lines_of(source: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def lines_of(source: IO[str], least: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each line that is not empty; `least` says what one has to have at least."""
     for line, text in enumerate(source, start=1):
         if not text.strip():
             continue
@@ -150,7 +151,7 @@ def _lines_of(source: IO[str]) -> Iterator[tuple[int, dict[str, Any]]]:
         except ValueError as error:
             raise CommandFailed(f"{source.name}:{line}: not JSON ({error})", exit_code=USAGE, code="usage") from error
         if not isinstance(job, dict):
-            raise CommandFailed(f"{source.name}:{line}: not an object with at least a queue", exit_code=USAGE, code="usage")
+            raise CommandFailed(f"{source.name}:{line}: not an object with at least {least}", exit_code=USAGE, code="usage")
         yield line, job
 
 

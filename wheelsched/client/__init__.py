@@ -12,31 +12,61 @@ What it promises:
 - One taxonomy: a refusal is the subclass of `WheelschedError` with its code; a server nobody could connect to is `Unavailable`
   (nothing was accepted), a connection lost under way is `OutcomeUnknown`.
 
+A schedule is a dictionary in both directions, its fields those of API.md: what `schedule` gives back is what it was made from and what
+became of it.
+
 Read `aio.py` first: one method a call; `transport.py` below it decides about repetition; `sync.py` is the facade for threads.
 """
 
 from wheelsched.client.aio import AsyncClient, BatchFailed, Completion, Heartbeat, NewJob, RetryPolicy
 from wheelsched.client.sync import Client
 from wheelsched.client.transport import Backoff
-from wheelsched.client.types import Attempt, ClaimedJob, Completed, Event, Job, Lateness, Lease, Page, Queue, QueueSettings
+from wheelsched.client.types import (
+    Attempt,
+    Backfilled,
+    ClaimedJob,
+    Completed,
+    DataInterval,
+    Event,
+    Forecast,
+    Job,
+    Lateness,
+    Lease,
+    MinuteForecast,
+    Page,
+    Queue,
+    QueueForecast,
+    QueueSettings,
+    Runs,
+    Skipped,
+    ZonesReloaded,
+)
 
 __all__ = [
     "AsyncClient",
     "Attempt",
+    "Backfilled",
     "Backoff",
     "BatchFailed",
     "ClaimedJob",
     "Client",
     "Completed",
     "Completion",
+    "DataInterval",
     "Event",
+    "Forecast",
     "Heartbeat",
     "Job",
     "Lateness",
     "Lease",
+    "MinuteForecast",
     "NewJob",
     "Page",
     "Queue",
+    "QueueForecast",
     "QueueSettings",
     "RetryPolicy",
+    "Runs",
+    "Skipped",
+    "ZonesReloaded",
 ]

@@ -14,9 +14,22 @@ from typing import Any, Final, Literal, Protocol, Self, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from wheelsched.client.encoding import encode_json, encode_object, format_instant, header_value, path_segment
+from wheelsched.client.encoding import decode_json, encode_json, encode_object, format_instant, header_value, path_segment
 from wheelsched.client.transport import Backoff, Repeat, Transport, is_repeatable
-from wheelsched.client.types import Attempt, ClaimedJob, Completed, Event, Job, Lease, Page, Queue
+from wheelsched.client.types import (
+    Attempt,
+    Backfilled,
+    ClaimedJob,
+    Completed,
+    Event,
+    Forecast,
+    Job,
+    Lease,
+    Page,
+    Queue,
+    Runs,
+    ZonesReloaded,
+)
 from wheelsched.core.errors import NotFound, OutcomeUnknown, StaleLease, Unavailable, WheelschedError, from_problem
 from wheelsched.core.limits import BATCH_BYTES_MAX, BATCH_ITEMS_MAX, CLAIM_JOBS_MAX, IDEMPOTENCY_KEY_LENGTH_MAX, PAGE_MAX
 
@@ -32,14 +45,14 @@ _BATCH_TIMEOUT_FACTOR: Final = 4
 
 
 class BatchFailed(WheelschedError):
-    """Some jobs of a batch were not created. `results` has the job or the error of each, in the order given."""
+    """Some jobs or schedules of a batch were not created. `results` has what became of each, or its error, in the order given."""
 
     code, status, title = "batch-failed", 400, "Batch failed in part"
 
-    def __init__(self, results: Sequence[Job | WheelschedError]) -> None:
+    def __init__(self, results: Sequence[Any], what: str = "jobs") -> None:
         failed = [(index, result) for index, result in enumerate(results) if isinstance(result, WheelschedError)]
         index, first = failed[0]
-        super().__init__(f"{len(failed)} of {len(results)} jobs were not created; the first is number {index}: {first.detail}")
+        super().__init__(f"{len(failed)} of {len(results)} {what} were not created; the first is number {index}: {first.detail}")
         self.results = tuple(results)
 
 
@@ -196,6 +209,23 @@ class _Created(msgspec.Struct):
         return self.job if self.job is not None else _item_error(self.status, self.problem)
 
 
+_NOTHING: Final = msgspec.Raw(b"")
+
+
+class _Stored(msgspec.Struct):
+    status: int
+    schedule: msgspec.Raw = _NOTHING
+    problem: dict[str, Any] | None = None
+
+    def value(self) -> dict[str, Any] | WheelschedError:
+        return _schedule(self.schedule) if bytes(self.schedule) else _item_error(self.status, self.problem)
+
+
+class _SchedulePage(msgspec.Struct):
+    schedules: tuple[msgspec.Raw, ...]
+    next_cursor: str | None = None
+
+
 class _Beaten(msgspec.Struct):
     status: int
     lease_expires_at: datetime | None = None
@@ -265,6 +295,34 @@ def _job_path(job_id: str) -> str:
 
 def _queue_path(queue: str) -> str:
     return "/v1/queues/" + path_segment(queue)
+
+
+def _schedule_path(name: str) -> str:
+    return "/v1/schedules/" + path_segment(name)
+
+
+def _schedule(body: bytes | msgspec.Raw) -> dict[str, Any]:
+    """A schedule as it was answered; numbers of its payload are exact."""
+    document = decode_json(body)
+    if not isinstance(document, dict):
+        raise WheelschedError(f"the server's answer is not a schedule: {bytes(body)[:100]!r}")
+    return document
+
+
+_SPEC_INSTANTS: Final = ("anchor_at", "start_at", "end_at", "after")
+
+
+def _spec_json(spec: Mapping[str, Any]) -> bytes:
+    """The body of a schedule: its instants may be datetimes, its template's payload bytes that are JSON already."""
+    members = dict(spec)
+    for name in _SPEC_INSTANTS:
+        if isinstance(members.get(name), datetime):
+            members[name] = format_instant(members[name])
+    template = members.get("job_template")
+    if isinstance(template, Mapping) and "payload" in template:
+        template = {**template, "payload": msgspec.Raw(encode_json(template["payload"]))}
+        members["job_template"] = msgspec.Raw(encode_object(template))
+    return encode_object(members)
 
 
 def _paging(limit: int | None, cursor: str | None) -> list[tuple[str, str]]:
@@ -611,6 +669,177 @@ class AsyncClient:
             count += _decoded(answer.body, dict[str, int])[counted]
         return count
 
+    # Schedules. A spec and what is answered are dictionaries with the fields of API.md, "Schedules"; instants of a spec may be
+    # datetimes, and a payload bytes that are JSON already.
+
+    async def create_schedule(self, name: str, spec: Mapping[str, Any], *, idempotency_key: str | None = None) -> dict[str, Any]:
+        """Create a schedule: `cron` and `time_zone`, or `every_s`, or neither, and a `job_template`. Raises `NameTaken`, unless it was
+        made with the same `idempotency_key` (by default one of its own) and spec."""
+        key = self._key(idempotency_key)
+        answer = await self._transport.call(
+            "POST",
+            "/v1/schedules",
+            body=_spec_json({**spec, "name": name}),
+            headers={} if key is None else {"Idempotency-Key": key},
+            repeat=Repeat.REFUSED if key is None else Repeat.ALWAYS,
+        )
+        return _schedule(answer.body)
+
+    async def put_schedule(self, name: str, spec: Mapping[str, Any], *, if_version: int | None = None) -> dict[str, Any]:
+        """Create a schedule or replace the one of that name; the same spec again changes nothing and fires nothing.
+
+        What is left out has its default, but for `paused`, which stays. Raises `VersionMismatch` where it is not at `if_version`.
+        """
+        return await self._schedule_write("PUT", name, spec, if_version)
+
+    async def patch_schedule(self, name: str, changes: Mapping[str, Any], *, if_version: int | None = None) -> dict[str, Any]:
+        """Change the fields given, each as a whole; None returns a field to its default. Raises `NotFound`, `VersionMismatch`."""
+        return await self._schedule_write("PATCH", name, changes, if_version)
+
+    async def _schedule_write(self, method: str, name: str, spec: Mapping[str, Any], if_version: int | None) -> dict[str, Any]:
+        answer = await self._transport.call(
+            method,
+            _schedule_path(name),
+            body=_spec_json(spec),
+            headers={} if if_version is None else {"If-Match": f'"v{if_version}"'},
+            # A version that was matched once does not match again.
+            repeat=Repeat.ALWAYS if if_version is None else Repeat.REFUSED,
+        )
+        return _schedule(answer.body)
+
+    async def put_schedules(
+        self, specs: Iterable[Mapping[str, Any]], *, return_errors: bool = False
+    ) -> tuple[dict[str, Any] | WheelschedError, ...]:
+        """Create or replace many schedules, each spec with its `name`, 1,000 items or 32 MiB a request; give them back in order.
+
+        What was refused for the moment is tried again alone. Raises `BatchFailed`, with all results, if any was not stored; with
+        `return_errors` the error stands in the schedule's place instead. A request that failed as a whole ends the call: its
+        schedules and the ones after it have that error.
+        """
+        items = [_spec_json(spec) for spec in specs]
+        results: list[dict[str, Any] | WheelschedError] = []
+        for chunk in _chunks(items, overhead=len(b'{"schedules":[]}')):
+            try:
+                results += await self._put_chunk(chunk)
+            except WheelschedError as error:
+                results += [error] * (len(items) - len(results))
+                break
+        if not return_errors and any(isinstance(result, WheelschedError) for result in results):
+            raise BatchFailed(results, "schedules")
+        return tuple(results)
+
+    async def _put_chunk(self, items: Sequence[bytes]) -> Sequence[dict[str, Any] | WheelschedError]:
+        results = [*await self._put_once(items)]
+        for tries in range(1, self._transport.retries + 1):
+            again = [index for index, result in enumerate(results) if is_repeatable(result, Repeat.ALWAYS)]
+            if not again:
+                break
+            await asyncio.sleep(self._transport.backoff.wait_s(tries, self._rng))
+            answered = await self._put_once([items[index] for index in again])
+            for index, result in zip(again, answered, strict=True):
+                results[index] = result
+        return results
+
+    async def _put_once(self, items: Sequence[bytes]) -> Sequence[dict[str, Any] | WheelschedError]:
+        answer = await self._transport.call(
+            "POST",
+            "/v1/schedules:batch",
+            body=b'{"schedules":[' + b",".join(items) + b"]}",
+            timeout_s=self._transport.timeout_s * _BATCH_TIMEOUT_FACTOR,
+        )
+        return _batch_values(answer.body, _Stored, len(items))
+
+    async def get_schedule(self, name: str) -> dict[str, Any]:
+        """The schedule with its next runs and its last one. Raises `NotFound`."""
+        return _schedule((await self._transport.call("GET", _schedule_path(name))).body)
+
+    async def list_schedules(
+        self, *, queue: str | None = None, limit: int | None = None, cursor: str | None = None
+    ) -> Page[dict[str, Any]]:
+        """One page of schedules by name, of those whose runs go to `queue` where one is given."""
+        query = [("queue", queue)] if queue is not None else []
+        answer = await self._transport.call("GET", "/v1/schedules", query=query + _paging(limit, cursor))
+        page = _decoded(answer.body, _SchedulePage)
+        return Page(items=tuple(_schedule(raw) for raw in page.schedules), next_cursor=page.next_cursor)
+
+    async def delete_schedule(self, name: str) -> None:
+        """Delete a schedule and withdraw its waiting run; runs that were fired go on. Raises `NotFound`."""
+        await self._transport.call("DELETE", _schedule_path(name), echo=NotFound)
+
+    async def pause_schedule(self, name: str) -> dict[str, Any]:
+        """Fire no more runs. Raises `NotFound`."""
+        return _schedule((await self._transport.call("POST", _schedule_path(name) + ":pause")).body)
+
+    async def resume_schedule(self, name: str) -> dict[str, Any]:
+        """Go on from now; what was missed while paused does not run. Raises `NotFound`."""
+        return _schedule((await self._transport.call("POST", _schedule_path(name) + ":resume")).body)
+
+    async def preview_schedule(
+        self, spec: Mapping[str, Any], *, after: datetime | str | None = None, count: int | None = None
+    ) -> dict[str, Any]:
+        """`next_runs`, `next_runs_local` and `warnings` of a spec, which needs neither `name` nor `job_template`; nothing is stored."""
+        chosen = {name: value for name, value in (("after", after), ("count", count)) if value is not None}
+        return _decoded(
+            (await self._transport.call("POST", "/v1/schedules:preview", body=_spec_json({**spec, **chosen}))).body, dict[str, Any]
+        )
+
+    async def run_schedule(
+        self,
+        name: str,
+        *,
+        payload: Any | UnsetType = UNSET,
+        run_at: datetime | str | None = None,
+        delay_s: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Job:
+        """A run by hand, now or at `run_at` or after `delay_s`, with the template's payload or this one; its timetable stays.
+
+        Raises `NotFound`, and `ConcurrencyLimit` where a run is going and `overlap` forbids another.
+        """
+        if run_at is not None and delay_s is not None:
+            raise ValueError("run_at and delay_s exclude each other; give one of them")
+        body: dict[str, Any] = {}
+        if run_at is not None:
+            body["run_at"] = format_instant(run_at)
+        if delay_s is not None:
+            body["delay_s"] = delay_s
+        if payload is not UNSET:
+            body["payload"] = msgspec.Raw(encode_json(payload))
+        key = self._key(idempotency_key)
+        answer = await self._transport.call(
+            "POST",
+            _schedule_path(name) + "/runs",
+            body=encode_object(body),
+            headers={} if key is None else {"Idempotency-Key": key},
+            repeat=Repeat.REFUSED if key is None else Repeat.ALWAYS,
+        )
+        return _decoded(answer.body, Job)
+
+    async def backfill_schedule(self, name: str, from_at: datetime | str, to_at: datetime | str) -> Backfilled:
+        """A run for each occurrence from `from_at` up to `to_at` (exclusive) that has no job. Raises `NotFound`."""
+        # Repeated it makes nothing twice, but would count what the first one made as existing.
+        answer = await self._transport.call(
+            "POST",
+            _schedule_path(name) + ":backfill",
+            body=encode_object({"from": format_instant(from_at), "to": format_instant(to_at)}),
+            repeat=Repeat.REFUSED,
+            timeout_s=self._transport.timeout_s * _BATCH_TIMEOUT_FACTOR,
+        )
+        return _decoded(answer.body, Backfilled)
+
+    async def schedule_runs(self, name: str, *, limit: int | None = None, cursor: str | None = None) -> Runs:
+        """One page of the schedule's runs, newest first, and what that stretch left out. Raises `NotFound`."""
+        return _decoded((await self._transport.call("GET", _schedule_path(name) + "/runs", query=_paging(limit, cursor))).body, Runs)
+
+    async def reload_zones(self) -> ZonesReloaded:
+        """Let the node read its time-zone data again and move waiting runs of zones that changed."""
+        return _decoded((await self._transport.call("POST", "/v1/time-zones:reload")).body, ZonesReloaded)
+
+    async def forecast(self, *, from_at: datetime | None = None, to_at: datetime | None = None) -> Forecast:
+        """Jobs that will be due, by minute and queue; the next day by default, at most seven."""
+        query = [(name, format_instant(at)) for name, at in (("from", from_at), ("to", to_at)) if at is not None]
+        return _decoded((await self._transport.call("GET", "/v1/forecast", query=query)).body, Forecast)
+
     # Claims
 
     async def claim(
@@ -726,6 +955,9 @@ class AsyncClient:
         return True
 
     def _key_of(self, job: NewJob) -> str | None:
-        if job.idempotency_key is not None:
-            return header_value("idempotency_key", job.idempotency_key, length_max=IDEMPOTENCY_KEY_LENGTH_MAX)
+        return self._key(job.idempotency_key)
+
+    def _key(self, given: str | None) -> str | None:
+        if given is not None:
+            return header_value("idempotency_key", given, length_max=IDEMPOTENCY_KEY_LENGTH_MAX)
         return str(uuid.uuid4()) if self._auto_idempotency else None

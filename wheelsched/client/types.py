@@ -26,6 +26,13 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
+class DataInterval(_Record, frozen=True, kw_only=True):
+    """What a run of a schedule covers: from its predecessor's instant up to its own."""
+
+    from_at: datetime = field(name="from")
+    to_at: datetime = field(name="to")
+
+
 class Job(_Record, frozen=True, kw_only=True):
     """A job as it was when the server answered. `version` grows with every change and is what `update(if_version=)` compares."""
 
@@ -55,6 +62,9 @@ class Job(_Record, frozen=True, kw_only=True):
     progress_raw: msgspec.Raw = field(name="progress", default=_NULL)
     schedule: str | None = None
     scheduled_for: datetime | None = None
+    data_interval: DataInterval | None = None
+    trigger: str | None = None
+    scheduled_local: str | None = None
     flow_run: str | None = None
 
     @property
@@ -152,6 +162,9 @@ class ClaimedJob(_Record, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     schedule: str | None = None
     scheduled_for: datetime | None = None
+    data_interval: DataInterval | None = None
+    trigger: str | None = None
+    scheduled_local: str | None = None
     traceparent: str | None = None
 
     @property
@@ -172,6 +185,64 @@ class Completed(_Record, frozen=True, kw_only=True):
     job_id: str
     status: str
     next_attempt_at: datetime | None = None
+
+
+class Skipped(_Record, frozen=True, kw_only=True):
+    """Occurrences of a schedule that were left out without a job: the first, the last, how many, and why."""
+
+    from_at: datetime = field(name="from")
+    to_at: datetime = field(name="to")
+    count: int
+    reason: str
+
+
+class Backfilled(_Record, frozen=True, kw_only=True):
+    """Occurrences of a backfill's range: runs made, left out by the overlap policy, and those that had a job already."""
+
+    created: int
+    skipped: int
+    existing: int
+
+
+class ZonesReloaded(_Record, frozen=True, kw_only=True):
+    """Time-zone data after a reload: its version, the zones that changed, how many waiting runs moved."""
+
+    version: str
+    zones: tuple[str, ...] = ()
+    moved: int = 0
+
+
+class QueueForecast(_Record, frozen=True, kw_only=True):
+    queue: str
+    jobs: int
+
+
+class MinuteForecast(_Record, frozen=True, kw_only=True):
+    """Jobs due in the minute that begins at `at`."""
+
+    at: datetime
+    jobs: int
+    queues: tuple[QueueForecast, ...] = ()
+
+
+class Forecast(_Record, frozen=True, kw_only=True):
+    """Jobs that will be due by minute, those with none left out."""
+
+    minutes: tuple[MinuteForecast, ...] = ()
+
+
+class Runs(_Record, frozen=True, kw_only=True):
+    """One page of a schedule's runs, newest first, and what that stretch left out without a job."""
+
+    items: tuple[Job, ...] = field(name="jobs")
+    skipped: tuple[Skipped, ...] = ()
+    next_cursor: str | None = None
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 class Page(_Record, Generic[T], frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ ATTEMPTS_MAX = 100
 BACKOFF_S_MAX = 31_622_400
 PAGE_DEFAULT, PAGE_MAX = 100, 1_000
 EVERY_S_MIN = 1
+FORECAST_S_MAX = 7 * 86_400
 NEXT_RUNS, PREVIEW_MAX = 5, 100  # instants that an answer with a schedule shows; that a preview may ask for
 
 PAYLOAD_BYTES_DEFAULT, PAYLOAD_BYTES_MAX = 64 * 1024, 256 * 1024

@@ -10,8 +10,10 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from wheelsched.cluster.frames import BODY_BYTES_MAX
 from wheelsched.core.errors import BY_CODE, InvalidRequest, NotLeader, WheelschedError
 from wheelsched.core.ids import group_of
+from wheelsched.core.limits import CLAIM_JOBS_MAX, PAYLOAD_BYTES_DEFAULT
 from wheelsched.model.commands import AnyCommand, Cancel, ChangeMembers, Create, PutSchedule, Reply, RunNow, Update
 from wheelsched.model.keys import META_GROUP
 from wheelsched.model.rows import AttemptRow, QueueSettings
@@ -147,7 +149,11 @@ class Service:
         return await self._node.heartbeat(job_id, attempt, fencing, lease_ms=lease_ms, progress=progress)
 
     async def claim_now(self, tenant: str, queues: list[str], jobs_max: int, lease_ms: int | None, worker: str) -> list[ClaimedJob]:
-        return await self._node.claim(tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=0, worker=worker)
+        jobs = await self._node.claim(tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=0, worker=worker)
+        fitting, rest = split_to_fit(jobs)
+        if rest:
+            self._node.give_back(rest)
+        return fitting
 
     async def queue_views(self, tenant: str, names: list[str]) -> list[QueueView]:
         views = [await self._node.queue_view(tenant, name) for name in names]
@@ -209,6 +215,25 @@ class Service:
 
     def _require_schedule(self, tenant: str, name: str) -> None:
         self.require(self._node.dispatcher.group_of_schedule(tenant, name))
+
+
+# A message holds 8 MiB: a hundred jobs with the largest payload there is by default, and far fewer with the largest one allowed.
+JOBS_BYTES_MAX: Final = 7 * 1024 * 1024 + 512 * 1024
+# What a job adds to its payload: its state, labels and options.
+JOB_BYTES: Final = 8 * 1024
+
+assert JOBS_BYTES_MAX < BODY_BYTES_MAX
+assert CLAIM_JOBS_MAX * (PAYLOAD_BYTES_DEFAULT + JOB_BYTES) <= JOBS_BYTES_MAX
+
+
+def split_to_fit(jobs: list[ClaimedJob]) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
+    """The first jobs, as many as one message holds, and the rest."""
+    size = 0
+    for position, job in enumerate(jobs):
+        size += JOB_BYTES + len(job.payload)
+        if size > JOBS_BYTES_MAX and position:
+            return jobs[:position], jobs[position:]
+    return jobs, []
 
 
 def answer_of(result: Reply | Exception) -> Answer:

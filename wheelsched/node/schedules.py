@@ -46,7 +46,7 @@ from wheelsched.store import Store
 
 # Fewer jobs in a minute than this are no crowd; rows looked at to tell.
 CROWD_MIN: Final = 10_000
-CROWD_LOOK: Final = 2_000
+CROWD_LOOK_MIN: Final = 2_000
 # Thousands of schedules are made for the same minute: it is looked at once in a while.
 CROWD_KEPT_MS: Final = 10_000
 CROWDS_MAX: Final = 10_000
@@ -82,6 +82,7 @@ class Schedules:
         self._record_queue = record_queue
         self._complete = complete
         self._reloading = asyncio.Lock()
+        self._crowd_look = max(CROWD_LOOK_MIN, CROWD_MIN // group_count)
         self._crowds: dict[tuple[int, int], tuple[int, int]] = {}  # (group, minute) -> (looked at, mono ms; jobs due)
 
     # Definitions.
@@ -102,13 +103,13 @@ class Schedules:
         place = (group, at_ms // MINUTE_MS)
         looked_ms, count = self._crowds.get(place, (-CROWD_KEPT_MS, 0))
         if self._clock.mono_ms() - looked_ms >= CROWD_KEPT_MS:
-            count = due_in_minute(self._store, group, at_ms, most=CROWD_LOOK)
+            count = due_in_minute(self._store, group, at_ms, most=self._crowd_look)
             if len(self._crowds) >= CROWDS_MAX:
                 self._crowds.clear()
             self._crowds[place] = (self._clock.mono_ms(), count)
         if count * self._group_count < CROWD_MIN:
             return ()
-        more = "more than " if count >= CROWD_LOOK else "about "
+        more = "more than " if count >= self._crowd_look else "about "
         return (f"{more}{count * self._group_count:,} jobs are due in the minute of its next run; jitter_s or another minute spreads them",)
 
     async def put(

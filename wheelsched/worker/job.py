@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from wheelsched.client import ClaimedJob
+from wheelsched.client import ClaimedJob, DataInterval
 from wheelsched.client.encoding import encode_json
 from wheelsched.core.limits import PROGRESS_BYTES_MAX
 from wheelsched.worker.outcomes import Stopped
@@ -127,7 +127,23 @@ class Job:
 
     @property
     def scheduled_for(self) -> datetime | None:
+        """The occurrence of the schedule that this run is for; None for a plain job and a run by hand."""
         return self._claimed.scheduled_for
+
+    @property
+    def data_interval(self) -> DataInterval | None:
+        """What this run covers: from its predecessor's instant up to its own. None where no predecessor is known."""
+        return self._claimed.data_interval
+
+    @property
+    def trigger(self) -> str | None:
+        """Why there is this run: `on_time`, `catch_up`, `manual` or `backfill`; None for a plain job."""
+        return self._claimed.trigger
+
+    @property
+    def scheduled_local(self) -> str | None:
+        """What the zone's clock was to show, where it jumped over that: `2026-03-08T02:30`. None for every other run."""
+        return self._claimed.scheduled_local
 
     @property
     def traceparent(self) -> str | None:
