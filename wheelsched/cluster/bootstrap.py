@@ -10,24 +10,28 @@ of members instead, which is bound to its data directory by the meta group's log
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
 import structlog
 
 from wheelsched.cluster.identity import LocalIdentity, lost_data
+from wheelsched.cluster.peer import PeerAddress
 from wheelsched.cluster.placement import Founding
 from wheelsched.cluster.transport import TransportStatistics
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
-from wheelsched.core.settings import Settings
+from wheelsched.core.settings import Settings, split_address
+from wheelsched.model.members import MemberRow
 from wheelsched.store import StoreRefused
 
 log = structlog.get_logger(__name__)
 
 ASK, JOIN = "bootstrap", "join"
 ASK_MS, AGAIN_MS, REPORT_MS = 2_000, 100, 5_000
+# A place that an operator gave a moment ago is known to all nodes a turn of their drivers later.
+PATIENCE_MS: Final = 3_000
 
 
 class StartRefused(StoreRefused):
@@ -42,6 +46,13 @@ class Peers(Protocol):
     async def wait_connected(self, node: int) -> None: ...
 
     def adopt(self, cluster_id: bytes) -> None: ...
+
+    def set_peers(self, peers: Mapping[int, PeerAddress]) -> None: ...
+
+    @property
+    def offered_raft_id(self) -> int: ...
+
+    def take_raft_id(self, raft_id: int) -> None: ...
 
     def statistics(self) -> TransportStatistics: ...
 
@@ -67,10 +78,11 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Joined(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """`refusal` empty: the asker is bound to its entry in the table of members."""
+    """`refusal` empty: the asker is bound to its entry in the table of members, and these are all of them."""
 
     cluster_id: bytes
     refusal: str = ""
+    members: tuple[MemberRow, ...] = ()
 
 
 class Table(Protocol):
@@ -82,6 +94,10 @@ class Table(Protocol):
 
     async def bind(self, name: str, raft_id: int, incarnation: bytes) -> str:
         """Bind it to the directory through the meta group's log; why not, or empty. Raises `Unavailable`, `OutcomeUnknown`."""
+        ...
+
+    def rows(self) -> Sequence[MemberRow]:
+        """All members."""
         ...
 
 
@@ -116,17 +132,17 @@ class BootstrapAnswers:
         if self.table is None or self._identity.is_blank:
             raise Unavailable(f"{self._identity.name} has no table of members yet", retry_after_s=1)
         refusal = await self.table.bind(question.name, question.raft_id, question.incarnation)
-        return Joined(self._identity.cluster_id, refusal)
+        return Joined(self._identity.cluster_id, refusal, tuple(self.table.rows()))
 
 
 async def bootstrap(
     identity: LocalIdentity, settings: Settings, transport: Peers, clock: Clock, *, without: Collection[str] = (),
-    report_ms: int = REPORT_MS,
+    report_ms: int = REPORT_MS, patience_ms: int = PATIENCE_MS,
 ) -> None:  # fmt: skip
     """Return when this node belongs to its cluster; at once where it does already.
 
     `transport` runs, and `BootstrapAnswers` takes its questions. `without`: names that are not waited for, an operator's word that they
-    never took part. Raises `StartRefused`."""
+    never took part. `patience_ms`: how long a refusal has to last. Raises `StartRefused`."""
     if not identity.is_blank:
         return
     unknown = sorted(set(without) - {node.id for node in settings.cluster.nodes})
@@ -134,12 +150,19 @@ async def bootstrap(
         raise StartRefused(f"--without names {', '.join(unknown)}, which cluster.nodes does not have")
     if identity.name in without:
         raise StartRefused(f"--without names {identity.name}, which is this node")
-    await _Bootstrap(identity, Founding.of(settings), transport, clock, frozenset(without), report_ms).run()
+    await _Bootstrap(identity, Founding.of(settings), transport, clock, frozenset(without), report_ms, patience_ms).run()
 
 
 class _Bootstrap:
     def __init__(
-        self, identity: LocalIdentity, founding: Founding, transport: Peers, clock: Clock, without: frozenset[str], report_ms: int
+        self,
+        identity: LocalIdentity,
+        founding: Founding,
+        transport: Peers,
+        clock: Clock,
+        without: frozenset[str],
+        report_ms: int,
+        patience_ms: int,
     ) -> None:
         self._identity = identity
         self._founding = founding
@@ -147,6 +170,7 @@ class _Bootstrap:
         self._clock = clock
         self._without = without
         self._report_ms = report_ms
+        self._patience_ms = patience_ms
         self._missing = {node.raft_id: node.name for node in founding.nodes if node.name != identity.name and node.name not in without}
         self._done = asyncio.Event()
 
@@ -160,6 +184,7 @@ class _Bootstrap:
                     for node, name in self._missing.items()
                 ]
                 helpers.append(tasks.create_task(self._report(), name="bootstrap report"))
+                helpers.append(tasks.create_task(self._take_offers(), name="bootstrap offers"))
                 await self._done.wait()
                 for task in helpers:
                     task.cancel()
@@ -171,12 +196,20 @@ class _Bootstrap:
         self._transport.adopt(self._identity.cluster_id)
 
     async def _ask_until_answered(self, node: int, name: str) -> None:
+        refused_mono_ms: int | None = None
         while True:
             try:
                 await self._transport.wait_connected(node)
                 answer = await self._ask(node)
                 if not self._is_founder_with(answer) and not await self._join(node, answer):
                     return  # another answer was first
+            except StartRefused:
+                now_ms = self._clock.mono_ms()
+                refused_mono_ms = now_ms if refused_mono_ms is None else refused_mono_ms
+                if now_ms - refused_mono_ms >= self._patience_ms:
+                    raise
+                await self._clock.sleep_until(now_ms + AGAIN_MS)
+                continue
             except (Unavailable, OutcomeUnknown):
                 # It went, or it is not ready to answer: asking changes nothing, so it may be asked again.
                 await self._clock.sleep_until(self._clock.mono_ms() + AGAIN_MS)
@@ -204,6 +237,8 @@ class _Bootstrap:
         identity = self._identity
         if answer.recorded not in (b"", identity.incarnation):
             raise StartRefused(lost_data(identity.name, recorder=answer.name, recorder_is_blank=not answer.cluster_id))
+        if identity.raft_id not in {node.raft_id for node in self._founding.nodes}:
+            return False  # its place is that of a node which was replaced, and which may have voted
         if answer.cluster_id:
             # It waited for all, this node among them; or for all but this one, which it meets for the first time.
             return answer.cluster_id == self._founding.cluster_id
@@ -218,6 +253,8 @@ class _Bootstrap:
     async def _join(self, node: int, answer: Answer) -> bool:
         """Take the place that was made for this node in a cluster that exists."""
         identity = self._identity
+        if not answer.cluster_id:
+            raise Unavailable(f"{answer.name} belongs to no cluster yet")
         if not answer.is_member:
             raise StartRefused(
                 f"{answer.name} belongs to a cluster that was made without {identity.name} as it is now; "
@@ -229,9 +266,22 @@ class _Bootstrap:
             raise StartRefused(joined.refusal)
         if identity.is_blank:
             await identity.join(joined.cluster_id)
+            # The list in the settings may be of another time, and name nodes that were replaced.
+            others = (row for row in joined.members if row.raft_id != identity.raft_id)
+            self._transport.set_peers({row.raft_id: PeerAddress(row.name, *split_address(row.peer)) for row in others})
             log.info("cluster_joined", cluster_id=joined.cluster_id.hex(), by=answer.name)
             self._done.set()
         return False
+
+    async def _take_offers(self) -> None:
+        """A name whose node was replaced stands for another raft id. Who was told so by mistake is not bound to it, and asks on."""
+        while True:
+            await self._clock.sleep_until(self._clock.mono_ms() + AGAIN_MS)
+            offered = self._transport.offered_raft_id
+            if offered and self._identity.is_blank:
+                log.info("raft_id_offered", node=self._identity.name, raft_id=offered)
+                self._identity.take_raft_id(offered)
+                self._transport.take_raft_id(offered)
 
     async def _report(self) -> None:
         """Tell every few seconds who is waited for: the usual reason is a node that was not started, or an address that is wrong."""

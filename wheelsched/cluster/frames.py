@@ -97,10 +97,11 @@ class Confirm(Body, frozen=True, array_like=True, gc=False):
 
 
 class Refusal(Body, frozen=True, array_like=True, gc=False):
-    """Why the sender will not talk; the connection ends."""
+    """Why the sender will not talk; the connection ends. `raft_id`: with "other-raft-id", the one that the receiver's name stands for."""
 
     code: str
     reason: str
+    raft_id: int = 0
 
 
 class Request(Body, frozen=True, array_like=True, gc=False):

@@ -17,15 +17,18 @@ from wheelsched.core.settings import Settings, TlsSettings, raft_ids, shared_set
 SECRET_BYTES_MIN: Final = 16
 
 
-def make_transport(settings: Settings, handlers: Handlers, *, incarnation: bytes, cluster_id: bytes, clock: Clock, rng: Rng) -> Transport:
-    """The transport of a node of `cluster.nodes`. `rng` draws nonces too, so it must be one that nobody can guess.
+def make_transport(
+    settings: Settings, handlers: Handlers, *, incarnation: bytes, cluster_id: bytes, clock: Clock, rng: Rng, raft_id: int = 0
+) -> Transport:  # fmt: skip
+    """The transport of a node of `cluster.nodes`. `rng` draws nonces too, so it must be one that nobody can guess. `raft_id`: of a node
+    that took the place of another of its name; 0: the one that its name stands for.
 
     Raises ValueError, naming the setting, where a file cannot be used."""
     cluster = settings.cluster
     ids = raft_ids(node.id for node in cluster.nodes)
     own = next(node for node in cluster.nodes if node.id == settings.node.id)
     identity = Identity(
-        cluster_name=cluster.name, name=own.id, raft_id=ids[own.id], incarnation=incarnation, cluster_id=cluster_id,
+        cluster_name=cluster.name, name=own.id, raft_id=raft_id or ids[own.id], incarnation=incarnation, cluster_id=cluster_id,
         group_count=cluster.group_count, partition_count=PARTITION_COUNT, release=__version__, settings=shared_settings(settings),
         secret=read_secret(cluster.secret_file) if cluster.secret_file else b"",
     )  # fmt: skip

@@ -213,6 +213,10 @@ class Transport:
         self.offsets = ClockOffsets(len(peers) + 1)
         self._counts = {"frames_refused": 0, "frames_unknown": 0, "greetings_refused": 0, "messages_unsound": 0}
         self._refused: dict[str, str] = {}  # who was refused last, and why
+        # Nodes that were removed, by raft id: told so, that they stop calling.
+        self.tombstones: Mapping[int, str] = {}
+        self.removed_because = ""  # what a peer told this node, once it was removed
+        self.offered_raft_id = 0  # what a blank node was told to call itself, by a cluster that has another id for its name
         self._set_peers(peers)
 
     # ---- life
@@ -280,6 +284,14 @@ class Transport:
         self.identity = replace(self.identity, cluster_id=cluster_id)
         for wire in list(self._links):
             wire.close("this node joined its cluster")
+
+    def take_raft_id(self, raft_id: int) -> None:
+        """A blank node calls itself so from now on."""
+        assert not self.identity.cluster_id and raft_id not in self._peers
+        self.identity = replace(self.identity, raft_id=raft_id)
+        self.offered_raft_id = 0
+        for wire in list(self._links):
+            wire.close("this node has another raft id")
 
     def set_peers(self, peers: Mapping[int, PeerAddress]) -> None:
         """All other nodes, from now on; connections to those that left or moved end."""
@@ -469,18 +481,21 @@ class Transport:
             await self._greet_as_caller(link)
         except (OSError, ssl.SSLError, ConnectionEnded, FrameError, TimeoutError) as error:
             why = str(error) or f"no connection within {self._options.connect_ms:,} ms"
-            wire.abort(why)
-            self._links.pop(wire, None)
+            self._end_dial(wire, why)
             if why != peer.last_refusal:
                 peer.last_refusal = why
                 log.warning("peer_not_connected", peer=address.name, host=address.host, port=address.port, reason=why)
             self._handlers.on_not_connected(peer.node, why)
             return None
         except asyncio.CancelledError:
-            wire.abort("this node stops")
-            self._links.pop(wire, None)
+            self._end_dial(wire, "this node stops")
             raise
         return wire
+
+    def _end_dial(self, wire: Wire, why: str) -> None:
+        wire.abort(why)
+        if not wire.is_made:  # else `_on_end` hears of it
+            self._links.pop(wire, None)
 
     async def _greet_as_caller(self, link: _Link) -> None:
         wire, peer = link.wire, link.peer
@@ -575,6 +590,17 @@ class Transport:
 
     def _stranger(self, theirs: Hello, peer: Peer | None) -> Refusal | None:
         if peer is None or self._peers.get(theirs.raft_id) is not peer or peer.address.name != theirs.name:
+            if theirs.raft_id in self.tombstones:
+                return Refusal(
+                    "removed", f"{theirs.name} was removed from the cluster; stop it and delete its data directory, "
+                    f"or add it anew with `wheelsched cluster add {theirs.name}` and an empty one",
+                )  # fmt: skip
+            for node, other in self._peers.items():
+                if other.address.name == theirs.name:
+                    return Refusal(
+                        "other-raft-id",
+                        f"{theirs.name} has raft id {node} in this cluster and not {theirs.raft_id}: its place was given anew", node,
+                    )  # fmt: skip
             return Refusal(
                 "not-a-member", f"{theirs.name} (raft id {theirs.raft_id}) is not known to {self.identity.name}; "
                 "add it to cluster.nodes on every node, or with `wheelsched cluster add`",
@@ -601,7 +627,12 @@ class Transport:
     async def _next(self, wire: Wire, kind: Kind) -> bytes:
         found, body = await wire.next_frame()
         if found == Kind.REFUSAL:
-            raise ConnectionEnded(f"refused by the other side: {decode_body(Kind.REFUSAL, body, Refusal).reason}")
+            refusal = decode_body(Kind.REFUSAL, body, Refusal)
+            if refusal.code == "removed" and self.identity.cluster_id:
+                self.removed_because = refusal.reason
+            elif refusal.code == "other-raft-id" and not self.identity.cluster_id and refusal.raft_id not in self._peers:
+                self.offered_raft_id = refusal.raft_id
+            raise ConnectionEnded(f"refused by the other side: {refusal.reason}")
         if found != kind:
             raise FrameError(f"a frame of kind {found} where a {kind.name.lower()} was due")
         return body

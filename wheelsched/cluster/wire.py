@@ -62,6 +62,11 @@ class Wire(asyncio.Protocol):
         return self._transport is not None and not self._is_closing
 
     @property
+    def is_made(self) -> bool:
+        """Whether there is something that will end."""
+        return self._transport is not None
+
+    @property
     def waiting_bytes(self) -> int:
         """Written and not yet taken by the system."""
         return self._out_bytes + (self._transport.get_write_buffer_size() if self._transport is not None else 0)

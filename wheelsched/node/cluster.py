@@ -49,6 +49,8 @@ from wheelsched.node.face import (
 )
 from wheelsched.node.forecast import by_minute
 from wheelsched.node.node import Node
+from wheelsched.node.remote_claims import RemoteClaims
+from wheelsched.replica.proposals import command_bytes
 from wheelsched.replica.raft_replicas import RaftReplicas
 
 Result = TypeVar("Result")
@@ -57,6 +59,8 @@ Result = TypeVar("Result")
 PATIENCE_MS: Final = 4_000
 LOOK_AGAIN_S: Final = 0.02
 LATER_MAX: Final = 500
+# Commands in one call to another node: half of what a frame holds.
+FORWARD_BYTES_MAX: Final = 4 * 1024 * 1024
 CLOCK_LOOK_S: Final = 0.5
 # The longest a forwarded call may take; a claim adds its own wait.
 CALL_MS: Final = 10_000
@@ -122,7 +126,7 @@ class ClusterNode:
         self._stop = asyncio.Event()
         self._beside = beside
         self._clock_guard = clock_guard
-        self._turn = 0
+        self.remote_claims = RemoteClaims(local, request, peers, self.clock, self.rng, self.give_back)
         local.on_office = self._gossip_wake.set
         local.propose_later = self._propose_later
 
@@ -137,6 +141,7 @@ class ClusterNode:
                 tasks.create_task(self._gossip(), name="gossip"),
                 tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
                 tasks.create_task(self._watch_clock(), name="clock guard"),
+                tasks.create_task(self.remote_claims.run(), name="remote claims"),
                 tasks.create_task(self._keep_members(), name="membership"),
             ]
             beside = {self._beside} if self._beside is not None else set()
@@ -178,6 +183,7 @@ class ClusterNode:
     def drain(self) -> None:
         """Refuse new work and answer every long poll; what is under way goes on."""
         self.local.drain()
+        self.remote_claims.drain()
 
     def stop(self) -> None:
         """Make `run` return once leaderships are handed over and everything proposed has been answered."""
@@ -192,6 +198,8 @@ class ClusterNode:
             return b"\xc0"
         if self.membership is not None and method in self.membership.METHODS:
             return await self.membership.answer(method, body)
+        if method in RemoteClaims.METHODS:
+            return await self.remote_claims.answer(sender, method, body)
         return await self.service.answer(method, body)
 
     async def _gossip(self) -> None:
@@ -313,6 +321,10 @@ class ClusterNode:
     async def _propose_to(self, node: int | None, pairs: Sequence[tuple[int, AnyCommand]], places: Sequence[int]) -> list[Answer]:
         if node is None:
             return [_NO_LEADER] * len(places)
+        if len(places) > 1 and node != self._own_id and sum(command_bytes(pairs[place][1]) for place in places) > FORWARD_BYTES_MAX:
+            middle = len(places) // 2
+            parts = await asyncio.gather(*(self._propose_to(node, pairs, part) for part in (places[:middle], places[middle:])))
+            return parts[0] + parts[1]
         try:
             return await self._ask_node(node, calls.PROPOSE, [pairs[place] for place in places])
         except Unavailable:  # nothing was sent, or nothing was taken
@@ -339,28 +351,9 @@ class ClusterNode:
     async def claim(
         self, tenant: str, queues: Sequence[str], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
     ) -> list[ClaimedJob]:
-        until_ms = self.clock.mono_ms() + wait_ms
-        while True:
-            for node in self._in_turn():
-                try:
-                    jobs = await self._ask_node(node, calls.CLAIM_NOW, tenant, list(queues), jobs_max, lease_ms, worker)
-                except (Unavailable, OutcomeUnknown):
-                    continue
-                if jobs:
-                    return jobs
-            left_ms = until_ms - self.clock.mono_ms()
-            if left_ms <= 0:
-                return []
-            jobs = await self.local.claim(
-                tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=min(left_ms, 100), worker=worker
-            )
-            if jobs:
-                return jobs
-
-    def _in_turn(self) -> list[int]:
-        nodes = sorted([self._own_id, *self._peers()])
-        self._turn = (self._turn + 1) % len(nodes)
-        return nodes[self._turn :] + nodes[: self._turn]
+        return await self.remote_claims.claim(
+            tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker
+        )
 
     def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:

@@ -383,7 +383,7 @@ class Node:
         return handed
 
     def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
-        self.dispatcher.claims.release([job.state for job in jobs])
+        self.dispatcher.claims.give_back(jobs)
 
     async def heartbeat(
         self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
