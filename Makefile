@@ -12,9 +12,10 @@ PYTHON3 ?= python3
 BUILD_INPUTS := pyproject.toml $(wildcard setup.py native/*.pyx native/*.pxd)
 TESTS := $(wildcard tests/unit tests/contract tests/sim tests/e2e)
 # What has a compiled twin is tested once more without it.
-PURE_TESTS := $(wildcard tests/unit/test_wheel*.py tests/unit/test_ready*.py tests/unit/test_fairness*.py tests/unit/test_dispatch*.py tests/contract/test_wheel*.py)
+PURE_TESTS := $(wildcard tests/unit/test_wheel*.py tests/unit/test_ready*.py tests/unit/test_fairness*.py tests/unit/test_dispatch*.py \
+  tests/unit/test_engine*.py tests/unit/test_replica.py tests/unit/test_api_jobs.py tests/unit/test_api_claims.py tests/contract/test_wheel*.py)
 
-.PHONY: setup test demo bench lint clean
+.PHONY: setup test demo bench cron-year lint clean
 
 setup: $(STAMP)
 
@@ -45,6 +46,10 @@ demo: setup
 
 bench: setup
 	@$(PYTHON) -m wheelsched.cli bench --size $(or $(SIZE),small) $(if $(ONLY),--only $(ONLY))
+
+# A virtual year of schedules in a dozen zones, compared with the rules minute by minute; writes its section of docs/cron.md.
+cron-year: setup
+	@$(PYTHON) -m wheelsched.testing.cron_year
 
 lint: setup
 	$(PYTHON) -m ruff check .

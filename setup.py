@@ -15,7 +15,8 @@ def native_modules() -> list[Extension]:
     if cythonize is None or sys.byteorder != "little":
         return []
     sources = [
-        Extension(f"wheelsched._native.{name}", [f"native/{name}.pyx"], extra_compile_args=["-O3"]) for name in ("wheel", "ready", "batches", "rows")
+        Extension(f"wheelsched._native.{name}", [f"native/{name}.pyx"], extra_compile_args=["-O3"])
+        for name in ("wheel", "ready", "batches", "rows")
     ]
     modules = cythonize(sources, include_path=["native"], build_dir="build/cython", language_level=3)
     for module in modules:

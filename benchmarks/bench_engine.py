@@ -30,11 +30,11 @@ from benchmarks.client import run_loop
 from benchmarks.common import BenchmarkFailed, Row, main_of, row, temporary_directory
 from wheelsched.core.ids import new_job_id
 from wheelsched.core.settings import Settings, StoreSettings
-from wheelsched.engine import GroupMachine, Transaction, prefetch_job_keys, prefetch_state_keys
+from wheelsched.engine import GroupMachine, Transaction, needs_reading, prefetch_job_keys, prefetch_state_keys
 from wheelsched.fairness import ReadyQueue
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Claim, Complete, Create, Entry, Fire, Reply
-from wheelsched.model.rows import TIMER, GroupState, JobSpec, encode_spec
+from wheelsched.model.rows import TIMER, GroupState, JobSpec, JobState, QueueCounts, encode_spec
 from wheelsched.model.states import Outcome, Priority
 from wheelsched.node import Node, open_node
 from wheelsched.runtime.logs import setup_logs
@@ -87,6 +87,9 @@ class Rows:
     def scan(self, family: str, start: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         raise NotImplementedError
 
+    def scan_back(self, family: str, start: bytes, end: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        raise NotImplementedError
+
     def take(self, writes: Writes) -> None:
         for family, changes in writes.items():
             rows = self.families[family]
@@ -106,19 +109,33 @@ class Group:
         self.machine = GroupMachine(0)
         self.cpu_ns = 0
         self.write_ns = 0
+        self.counts: dict[tuple[str, str], QueueCounts] = {}
+        # What the replica keeps of leased jobs from their claim to their end.
+        self.kept_states: dict[bytes, JobState] = {}
+        self.kept_rows: dict[bytes, bytes] = {}
         self._store = store
+
+    def _keep_leased(self, replies: Sequence[Reply]) -> None:
+        for state in [state for reply in replies for state in reply.states if state is not None]:
+            row = self.rows.get(keys.JOBS, keys.job_key(0, state.lane, state.fire_at_ms, state.job_id))
+            assert row is not None
+            self.kept_states[state.job_id], self.kept_rows[state.job_id] = state, row
 
     def apply(self, stamp_ms: int, commands: Sequence[AnyCommand]) -> list[Reply]:
         entry = Entry(COMMAND_VERSION, stamp_ms, list(commands))
         began = time.thread_time_ns()
-        txn = Transaction(0, self.rows)
-        for job_id in prefetch_state_keys(entry):
-            txn.preload(job_id, self.rows.get(keys.STATE, keys.state_key(0, job_id)))
-        for key in prefetch_job_keys(entry, txn):
-            txn.preload_row(keys.JOBS, key, self.rows.get(keys.JOBS, key))
+        txn = Transaction(0, self.rows, self.counts, self.kept_states, self.kept_rows)
+        unread = needs_reading(entry.commands, Create, Complete, self.kept_states, self.kept_rows)
+        if unread:
+            reading = Entry(COMMAND_VERSION, stamp_ms, unread)
+            for job_id in prefetch_state_keys(reading):
+                txn.preload(job_id, self.rows.get(keys.STATE, keys.state_key(0, job_id)))
+            for key in prefetch_job_keys(reading, txn):
+                txn.preload_row(keys.JOBS, key, self.rows.get(keys.JOBS, key))
         replies, _ = self.machine.apply(self.state, txn, entry)
         txn.finish()
         self.cpu_ns += time.thread_time_ns() - began
+        self._keep_leased(replies)
         self.rows.take(txn.writes)
         began = time.thread_time_ns()
         self._store.write(txn.writes, txn.ranges)

@@ -682,7 +682,7 @@ cdef inline void put_two(char* at, int value) noexcept nogil:
 cdef tuple PRIORITIES = (b'"critical"', b'"default"', b'"bulk"')
 
 
-def created_json(list drafts not None, list replies not None, list others not None):
+def created_json(list drafts not None, list replies not None, list others):
     cdef Out out = Out(1024 + 1024 * len(drafts))
     cdef Py_ssize_t place, used = 0
     cdef bytes job_id
@@ -693,11 +693,14 @@ def created_json(list drafts not None, list replies not None, list others not No
         if place:
             out.add(",", 1)
         draft = drafts[place]
-        other = others[place]
+        other = None if others is None else others[place]
         if other is not None:
             out.add_bytes(<bytes?>other)
             continue
-        state = replies[place].state
+        reply = replies[place]
+        if others is None and (reply is None or reply.refusal or reply.replayed):
+            return None
+        state = reply.state
         command = draft.command
         spec = tuple_of(draft.spec)
         fire_at_ms, run_at_ms, created_at_ms = state.fire_at_ms, state.run_at_ms, state.created_at_ms

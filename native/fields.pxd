@@ -30,7 +30,7 @@ cdef extern from *:
     void field_set(object made, Py_ssize_t place, object value)
 
 
-cdef inline Py_ssize_t place_of(type kind, str name) except -1:
+cdef inline Py_ssize_t place_of(kind, str name) except -1:
     cdef Py_ssize_t place = field_place(getattr(kind, name))
     if place < 0:
         raise TypeError(f"{kind.__name__}.{name} is no slot")

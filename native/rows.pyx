@@ -2,7 +2,7 @@
 """Rows and keys of many jobs in one pass: see `wheelsched/engine/rows_pure.py` for what each function promises.
 
 Types and functions of ours come in as arguments. Keys are big-endian, rows are made of the same bytes as in `model/rows.py` and
-`model/keys.py`; `tests/contract/test_native_rows.py` holds them to it.
+`model/keys.py`; `tests/contract/test_native_batches.py` holds them to it.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -10,7 +10,7 @@ from cpython.dict cimport PyDict_GetItem
 from cpython.object cimport PyObject
 from cpython.unicode cimport PyUnicode_AsUTF8AndSize
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from fields cimport field, field_set, place_of
 
@@ -248,26 +248,31 @@ def sort_created(list states not None, int64_t watermark_ms, int64_t loaded_prec
     cdef int priority, lane, place, counted_priority = -1
     cdef str tenant = None, queue = None
     cdef Record* record
+    cdef _Places at
     for place in range(4):
         used[place] = 0
     earliest[0] = earliest[1] = -1
     loaded[0], loaded[1] = loaded_precise_ms, loaded_flexible_ms
+    at = places_of(type(states[0])) if count else None
     for state in states:
-        fire_at_ms, lane, priority = state.fire_at_ms, state.lane, state.priority
-        if state.tenant is not tenant or state.queue is not queue or priority != counted_priority:
-            if state.tenant != tenant or state.queue != queue or priority != counted_priority:
+        if type(state) is not at.kind:
+            raise TypeError("states of one kind")
+        fire_at_ms, lane, priority = field(state, at.fire_at_ms), field(state, at.lane), field(state, at.priority)
+        new_tenant, new_queue = field(state, at.tenant), field(state, at.queue)
+        if new_tenant is not tenant or new_queue is not queue or priority != counted_priority:
+            if new_tenant != tenant or new_queue != queue or priority != counted_priority:
                 if made:
                     tallies.append((tenant, queue, counted_priority, made, first_ms))
                     made = 0
-                if state.tenant != tenant or state.queue != queue:
-                    number = number_of(state.tenant, state.queue)
-            tenant, queue, counted_priority = <str?>state.tenant, <str?>state.queue, priority
+                if new_tenant != tenant or new_queue != queue:
+                    number = number_of(new_tenant, new_queue)
+            tenant, queue, counted_priority = <str?>new_tenant, <str?>new_queue, priority
         if not made or fire_at_ms < first_ms:
             first_ms = fire_at_ms
         made += 1
         if earliest[lane] < 0 or fire_at_ms < earliest[lane]:
             earliest[lane] = fire_at_ms
-        if state.held or <int64_t>state.start_deadline_ms >= 0:
+        if field(state, at.held) is not False or <int64_t>field(state, at.start_deadline_ms) >= 0:
             odd.append(state)
             continue
         if fire_at_ms <= watermark_ms:
@@ -279,8 +284,8 @@ def sort_created(list states not None, int64_t watermark_ms, int64_t loaded_prec
         if rooms[place] is None:
             rooms[place] = PyBytes_FromStringAndSize(NULL, count * RECORD_BYTES)
         record = <Record*>(PyBytes_AS_STRING(<bytes>rooms[place]) + used[place])
-        record.at_ms, record.id_low = fire_at_ms, low_of(id_of(<bytes?>state.job_id))
-        record.version, record.word = state.version, number << 5 | <uint32_t>priority << 3 | KIND_JOB
+        record.at_ms, record.id_low = fire_at_ms, low_of(id_of(<bytes?>field(state, at.job_id)))
+        record.version, record.word = field(state, at.version), number << 5 | <uint32_t>priority << 3 | KIND_JOB
         used[place] += RECORD_BYTES
     if made:
         tallies.append((tenant, queue, counted_priority, made, first_ms))
@@ -302,12 +307,12 @@ cdef enum:
 cdef class _Places:
     """Where the fields of a job's state are."""
 
-    cdef type kind
+    cdef object kind
     cdef Py_ssize_t job_id, status, version, tenant, queue, lane, priority, fire_at_ms, updated_at_ms, held, attempt, fencing, lease_ms
     cdef Py_ssize_t lease_expires_at_ms, next_attempt_at_ms, first_started_at_ms, started_at_ms, finished_at_ms, outcome, worker
     cdef Py_ssize_t fingerprint, start_deadline_ms, run
 
-    def __cinit__(self, type kind not None):
+    def __cinit__(self, kind):
         self.kind = kind
         self.job_id, self.status, self.version = place_of(kind, "job_id"), place_of(kind, "status"), place_of(kind, "version")
         self.tenant, self.queue, self.lane = place_of(kind, "tenant"), place_of(kind, "queue"), place_of(kind, "lane")
@@ -326,7 +331,7 @@ cdef class _Places:
 cdef _Places _places = None
 
 
-cdef _Places places_of(type kind):
+cdef _Places places_of(kind):
     global _places
     if _places is None or _places.kind is not kind:
         _places = _Places(kind)
@@ -334,7 +339,7 @@ cdef _Places places_of(type kind):
 
 
 def claim_rows(
-    list jobs not None, Py_ssize_t start, tuple stamps not None, int64_t fencing, lease_ms, str worker not None, type kind not None,
+    list jobs not None, Py_ssize_t start, tuple stamps not None, int64_t fencing, lease_ms, str worker not None, kind,
     dict states not None, dict changed not None, list befores not None, list afters not None,
 ):
     cdef _Places at = places_of(kind)
@@ -359,7 +364,7 @@ def claim_rows(
         version = field(before, at.version)
         if due_at_ms > watermark_ms or field(before, at.held) is not False or <int64_t>field(before, at.start_deadline_ms) >= 0:
             break
-        if named and <int64_t>named != version:
+        if (named and <int64_t>named != version) or field(before, at.run) is not None:
             break
         fencing += 1
         after = before.__copy__()
@@ -479,7 +484,7 @@ def succeed_rows(
     return start
 
 
-def tally_moves(list befores not None, list afters not None, type kind not None):
+def tally_moves(list befores not None, list afters not None, kind):
     cdef _Places at = places_of(kind)
     cdef Py_ssize_t place, count = len(befores)
     cdef int64_t made = 0
@@ -519,3 +524,148 @@ def needs_reading(list commands not None, create_kind, complete_kind, dict kept_
                 continue
         rest.append(command)
     return rest
+
+
+# --- claims: from ready records to jobs handed over -----------------------------------------------------------------------------
+
+cdef enum:
+    PARTITIONS = 1024
+    SEEK_BYTES = 19
+    FLAGS_AT = 6
+    CAPPED = 4
+
+
+def seeks_of(list taken not None, int group_count):
+    cdef list wanted = []
+    cdef bytes records, seek
+    cdef Py_ssize_t place
+    cdef Record record
+    cdef Bytes at
+    cdef int lane
+    for number, packed in taken:
+        lane, records = number, <bytes?>packed
+        if PyBytes_GET_SIZE(records) % RECORD_BYTES:
+            raise ValueError(f"{PyBytes_GET_SIZE(records)} bytes of records are not a multiple of {RECORD_BYTES}")
+        for place in range(0, PyBytes_GET_SIZE(records), RECORD_BYTES):
+            memcpy(&record, PyBytes_AS_STRING(records) + place, RECORD_BYTES)
+            seek = PyBytes_FromStringAndSize(NULL, SEEK_BYTES)
+            at = new_bytes(seek)
+            put_u16(at, <int>((record.id_low & (PARTITIONS - 1)) * group_count // PARTITIONS))
+            at[2] = <uint8_t>lane
+            put_u64(at + 3, <uint64_t>record.at_ms)
+            put_u64(at + 11, record.id_low)
+            wanted.append((seek, record.version, lane, PyBytes_FromStringAndSize(PyBytes_AS_STRING(records) + place, RECORD_BYTES)))
+    wanted.sort()
+    return wanted
+
+
+def rows_found(list wanted not None, list rows not None, kind):
+    cdef dict by_group = {}
+    cdef list capped = [], of_group = None
+    cdef Py_ssize_t place, stale = 0
+    cdef bytes seek, key, row, job_id
+    cdef Bytes at
+    cdef const char* raw
+    cdef int group, last_group = -1
+    if len(rows) != len(wanted):
+        raise ValueError("a row for each seek")
+    for place in range(len(wanted)):
+        found = rows[place]
+        if found is None:
+            stale += 1
+            continue
+        seek, version, lane, record = <tuple?>wanted[place]
+        key, row = <bytes?>(<tuple?>found)[0], <bytes?>(<tuple>found)[1]
+        if PyBytes_GET_SIZE(key) != SEEK_BYTES + 8 or memcmp(PyBytes_AS_STRING(key), PyBytes_AS_STRING(seek), SEEK_BYTES) != 0:
+            stale += 1
+            continue
+        raw = PyBytes_AS_STRING(key)
+        job_id = PyBytes_FromStringAndSize(NULL, ID_BYTES)
+        at = new_bytes(job_id)
+        memcpy(at, raw + SEEK_BYTES, 8)
+        memcpy(at + 8, raw + 11, 8)
+        made = tuple.__new__(kind, (job_id, version, lane, record, row, ""))
+        if PyBytes_GET_SIZE(row) > FLAGS_AT and <uint8_t>PyBytes_AS_STRING(row)[FLAGS_AT] & CAPPED:
+            capped.append(made)
+            continue
+        group = <uint8_t>raw[0] << 8 | <uint8_t>raw[1]
+        if group != last_group:
+            of_group = by_group.setdefault(group, [])
+            last_group = group
+        of_group.append(made)
+    return by_group, capped, stale
+
+
+def hand_over(list founds not None, tuple states not None, int rank, decode_spec, kind, list handed not None, list order not None):
+    cdef Py_ssize_t place, start, size
+    cdef bytes row, spec_bytes = None
+    cdef Bytes at
+    cdef uint32_t spec_size, last_size = 0
+    cdef const char* spec_at
+    cdef int64_t order_key
+    cdef Py_ssize_t dropped = 0
+    spec = None
+    if len(founds) != len(states):
+        raise ValueError("a state for each job found")
+    for place in range(len(founds)):
+        state = states[place]
+        if state is None:
+            dropped += 1
+            continue
+        row = <bytes?>founds[place][4]
+        size = PyBytes_GET_SIZE(row)
+        at = new_bytes(row)
+        if size < JOB_HEADER_BYTES or at[0] != 1:
+            raise ValueError("no job row of format 1")
+        spec_size = <uint32_t>at[9] << 24 | <uint32_t>at[10] << 16 | <uint32_t>at[11] << 8 | at[12]
+        start = JOB_HEADER_BYTES + at[7] + at[8]
+        if start + <Py_ssize_t>spec_size > size:
+            raise ValueError("a job row that ends too early")
+        spec_at = <const char*>(at + start)
+        if spec_bytes is None or spec_size != last_size or memcmp(spec_at, PyBytes_AS_STRING(spec_bytes), spec_size) != 0:
+            spec_bytes, last_size = PyBytes_FromStringAndSize(spec_at, spec_size), spec_size
+            spec = decode_spec(spec_bytes)
+        start += spec_size
+        # rank (7 bits), lane, priority (2), fire_at (48).
+        order_key = (<int64_t>rank << 3 | <int64_t>state.lane << 2 | <int64_t>state.priority) << 48 | <int64_t>state.fire_at_ms
+        order.append(order_key)
+        handed.append(tuple.__new__(kind, (state, spec, PyBytes_FromStringAndSize(<const char*>(at + start), size - start))))
+    return dropped
+
+
+# --- commands on their way into the log -----------------------------------------------------------------------------------------
+
+cdef enum:
+    CREATE_BYTES = 160
+    COMPLETE_BYTES = 64
+
+cdef int64_t NEVER_MS = 9223372036854775807
+
+
+def by_group(commands not None, create_kind, complete_kind):
+    cdef dict groups = {}
+    cdef list of_group = None
+    cdef Py_ssize_t position = 0
+    cdef int64_t size, due_from_ms
+    for group, command in commands:
+        kind = type(command)
+        due_from_ms = NEVER_MS
+        if kind is create_kind:
+            size = CREATE_BYTES + PyBytes_GET_SIZE(<bytes?>command.payload) + PyBytes_GET_SIZE(<bytes?>command.spec)
+            if <int64_t>command.delay_ms <= 0:
+                due_from_ms = command.run_at_ms
+        elif kind is complete_kind:
+            size = COMPLETE_BYTES + PyBytes_GET_SIZE(<bytes?>command.error) + PyBytes_GET_SIZE(<bytes?>command.result)
+        else:
+            return None
+        of_group = <list>groups.get(group)
+        if of_group is None:
+            groups[group] = [[command], [position], size, due_from_ms]
+        else:
+            (<list>of_group[0]).append(command)
+            (<list>of_group[1]).append(position)
+            of_group[2] += size
+            if due_from_ms < <int64_t>of_group[3]:
+                of_group[3] = due_from_ms
+        position += 1
+    return groups

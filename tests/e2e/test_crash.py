@@ -31,6 +31,19 @@ def test_a_node_killed_under_load_keeps_its_word(options: tuple[str, ...], tmp_p
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120 + 15 * ROUNDS)
+@pytest.mark.parametrize("options", [(), ("--virtual",)], ids=("real clock", "virtual clock"))
+def test_schedules_of_a_node_killed_again_and_again_lose_no_occurrence(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Rounds of changes and SIGKILL, then the account of every schedule's occurrences; see testing/crash_schedules.py."""
+    seed = random.SystemRandom().randrange(10**6)
+    rounds = max(ROUNDS // 3, 2)
+    command = [sys.executable, "-m", "wheelsched.testing.crash", "--schedules", "--rounds", str(rounds), "--seed", str(seed), *options]
+    run = subprocess.run([*command, "--data-dir", str(tmp_path / "crash")], capture_output=True, text=True, check=False)
+    print(run.stdout)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 def test_a_kill_during_the_first_start_leaves_a_directory_that_starts(make_node: MakeNode) -> None:
     """The database appears complete, by a rename, or not at all; whatever half of it there is, the next start goes on from it."""
     rng = random.Random(5)

@@ -121,13 +121,11 @@ class Wall:
         self.readings: list[int] = []
         self.first: dict[int, int] = {}
         self.jumped: dict[int, int] = {}
-        offset, offset_minutes = None, 0
         for minute in range(self.start - MARGIN_MINUTES, self.end):
-            now_offset = datetime.fromtimestamp(minute * 60, self.tz).utcoffset()
-            if now_offset != offset:
-                assert now_offset is not None and now_offset % timedelta(minutes=1) == timedelta(0)
-                offset, offset_minutes = now_offset, now_offset // timedelta(minutes=1)
-            reading = minute + offset_minutes
+            # What it shows, not what it says its offset is: that it finds by the wall clock, and with two changes close by not at all.
+            shown = datetime.fromtimestamp(minute * 60, self.tz)
+            assert shown.second == 0
+            reading = (shown.toordinal() - EPOCH_ORDINAL) * DAY_MINUTES + shown.hour * 60 + shown.minute
             if self.readings:
                 for missing in range(self.readings[-1] + 1, reading):
                     self.jumped.setdefault(missing, minute)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from builders import NOW_MS, EngineGroup, a_create, an_id
+from builders import NOW_MS, EngineGroup, a_create, an_id, one_by_one
 from hypothesis import strategies as st
 
 from wheelsched.core.limits import KEEP_KEYED_MS
@@ -427,7 +427,7 @@ class Story:
             now = self.seen(name)
             if was is not None and now is not None and was is not now and was is not S.DISCARDED:
                 assert (was, now) in LEGAL, (name, was, now)
-        for effect in self.group.effects:
+        for effect in one_by_one(self.group.effects):
             if isinstance(effect, JobChanged) and effect.before is not None and effect.after is not None:
                 assert effect.before != effect.after
                 pair = status_of(effect.before, watermark_before), status_of(effect.after, self.group.state.watermark_ms)

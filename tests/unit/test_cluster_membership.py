@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from played_cluster import GROUPS, PlayedCluster
 
+from wheelsched.cluster.identity import LocalIdentity
 from wheelsched.cluster.members import raft_id_of_generation
 from wheelsched.cluster.planning import YOUNG_MS
-from wheelsched.core.errors import InvalidRequest, NameTaken, NotFound
+from wheelsched.core.errors import InvalidRequest, NameTaken, NotFound, Unavailable
 from wheelsched.core.settings import raft_id_of
 from wheelsched.model.keys import META_GROUP
 from wheelsched.model.members import MemberState
@@ -259,3 +262,72 @@ async def test_two_operators_at_once_both_get_what_they_asked_for() -> None:
     await first.add("n4", "n4:80", "n4:70")
     await second.add("n5", "n5:80", "n5:70")  # decided on what n1 wrote a moment ago
     assert [row.name for row in cluster.table().live()] == ["n1", "n2", "n3", "n4", "n5"]
+
+
+# ---- whatever happens
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whatever_is_asked_for_and_whoever_dies_it_ends_in_order(seed: int) -> None:
+    """Operators, crashes, elections and new drivers by chance, one node down at a time; then peace, and all has to be in its place."""
+    cluster = await PlayedCluster(4, seed=seed).found()
+    rng = cluster.rng
+    down: list[LocalIdentity] = []
+    gone: set[int] = set()
+    number = 5
+    for _ in range(60):
+        members = cluster.groups[META_GROUP].configuration.members()
+        nodes = [node for raft_id, node in cluster.up.items() if raft_id in members]  # the others know nothing yet
+        node = rng.choice(nodes)
+        move = rng.choice(["add", "drain", "back", "remove", "kill", "restart", "elect", "driver", "wait", "replace"])
+        with contextlib.suppress(InvalidRequest, NameTaken, NotFound, Unavailable):
+            if move == "add" and len(nodes) < 7:
+                row = await node.changes.add(f"n{number}", f"n{number}:80", f"n{number}:70")
+                number += 1
+                await cluster.join(row.name, row.raft_id)
+            elif move == "drain":
+                await node.changes.drain(rng.choice(nodes).name)
+            elif move == "back":
+                name = rng.choice(nodes).name
+                await node.changes.add(name, f"{name}:80", f"{name}:70")
+            elif move == "remove" and len(nodes) > 4:
+                await node.changes.remove(rng.choice(nodes).name)
+            elif move == "kill" and not down and len(nodes) > 3:
+                down.append(cluster.kill(node.name).identity)
+            elif move == "restart" and down:
+                cluster.start(down.pop())
+            elif move == "replace" and down:
+                row = await node.changes.replace(down[-1].name)
+                gone.add(down.pop().raft_id)
+                await cluster.join(row.name, row.raft_id)
+            elif move == "elect":
+                group = rng.choice(list(cluster.groups.values()))
+                group.leader = rng.choice(group.configuration.voters)
+                group.term += 1
+            elif move == "driver":
+                node.driver = node.new_driver()
+        await cluster.ticks(rng.randint(1, 12))
+    for identity in down:
+        cluster.start(identity)
+    for _ in range(3):
+        # Those that are drained come back, and the ones that were given up for lost stay away.
+        table = cluster.table()
+        for row in list(table.live()):
+            if row.state == MemberState.DRAINING and not row.leaves:
+                await cluster.any_node().changes.add(row.name, row.http, row.peer)
+        await cluster.settle()
+    table = cluster.table()
+    active = {row.raft_id for row in table.members.values() if row.state == MemberState.ACTIVE}
+    # A place that nobody came to stays free.
+    rows = [row for row in table.members.values() if row.state != MemberState.JOINING or row.raft_id in cluster.up]
+    assert {row.state for row in rows} <= {MemberState.ACTIVE, MemberState.REMOVED}, rows
+    assert not gone & active
+    for group in cluster.groups.values():
+        members = set(group.configuration.members())
+        assert members <= active and table.groups[group.group].voters == group.configuration.voters
+        if group.group == META_GROUP:
+            assert members == active
+        else:
+            assert len(members) == 3 and not group.configuration.learners
+    counts = cluster.held()
+    assert max(counts.values()) - min(counts[cluster.name_of(node)] for node in active) <= 1

@@ -68,3 +68,17 @@ async def test_a_raised_limit_counts_for_runs_that_wait() -> None:
         assert record is not None
         await node.node.put_schedule(replace(record.definition, max_concurrency=5))
         assert len(await node.claim("q", jobs_max=10)) == 4
+
+
+async def test_a_run_that_was_cancelled_behind_the_cap_leaves_its_place_to_the_next() -> None:
+    """The place that became free is given to the first that waits behind the cap. Where that one has been cancelled, nobody but who
+    finds that out can tell the next."""
+    async with open_test_node() as node:
+        await _backfilled(node, 4, limit=1)
+        waiting = [record.state.job_id for record in await node.list_jobs("q")]
+        (first,) = await node.claim("q", jobs_max=10)
+        assert first.state.job_id == waiting[0]
+        await node.cancel(waiting[1])
+        await node.complete(first)
+        (second,) = await node.claim("q", jobs_max=10) or await node.claim("q", jobs_max=10)
+        assert second.state.job_id == waiting[2]

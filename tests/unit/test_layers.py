@@ -17,7 +17,7 @@ LINES = {
     "cli": 8,
     "api": 7, "web": 7,
     "node": 6,
-    "cluster": 5, "dispatch": 5, "executor": 5,
+    "cluster": 5, "backup": 5, "dispatch": 5, "executor": 5,
     "replica": 4,
     "store": 3, "cron": 3, "runtime": 3,
     "engine": 2, "raft": 2, "wheel": 2, "fairness": 2,

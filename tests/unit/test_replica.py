@@ -11,7 +11,7 @@ from wheelsched.core.errors import OutcomeUnknown, Unavailable
 from wheelsched.core.limits import ENTRY_COMMANDS_MAX, INBOX_COMMANDS_MAX
 from wheelsched.model import keys
 from wheelsched.model.commands import Create, Fire
-from wheelsched.model.effects import Effect, JobChanged
+from wheelsched.model.effects import Effect, JobChanged, JobsCreated
 from wheelsched.model.rows import JobSpec, encode_spec
 from wheelsched.replica import Replicas
 from wheelsched.runtime.clock import VirtualClock
@@ -46,7 +46,13 @@ class Group:
 
     @property
     def created(self) -> list[bytes]:
-        return [change.after.job_id for change in self.effects if isinstance(change, JobChanged) and change.after]
+        states = []
+        for effect in self.effects:
+            if isinstance(effect, JobsCreated):
+                states += effect.states
+            elif isinstance(effect, JobChanged) and effect.after:
+                states.append(effect.after)
+        return [state.job_id for state in states]
 
 
 def a_create(number: int, *, delay_ms: int = 0) -> Create:

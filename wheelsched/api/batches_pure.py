@@ -53,9 +53,15 @@ def draft_jobs(
             )
 
 
-def created_json(drafts: Sequence[Any], replies: Sequence[Reply | None], others: Sequence[bytes | None] | None, /) -> bytes:
-    """The answer to a batch: for each item what `others` has, if anything, else the job that its reply made, in its draft's words."""
+def created_json(
+    drafts: Sequence[Any], replies: Sequence[Reply | None], others: Sequence[bytes | None] | None, /
+) -> bytes | None:
+    """The answer to a batch: for each item what `others` has, else the job that its reply made, in its draft's words.
+
+    Without `others` every reply has to be of a job just made; None where one is not."""
     if others is None:
+        if any(reply is None or reply.refusal or reply.replayed for reply in replies):
+            return None
         others = [None] * len(drafts)
     results = [
         _created(draft.command, draft.spec, reply) if other is None else other

@@ -123,6 +123,7 @@ async def get(api: Api, request: Request) -> Response:
 async def add_node(api: Api, request: Request) -> Response:
     cluster = _cluster(api)
     model = bodies.decode(_decode_add, request.body)
+    schemas.check_name(model.id, "/id", "node")
     http = "" if isinstance(model.http, msgspec.UnsetType) else model.http
     peer = "" if isinstance(model.peer, msgspec.UnsetType) else model.peer
     if model.replace:
@@ -146,6 +147,7 @@ async def drain_node(api: Api, request: Request) -> Response:
 
 async def transfer(api: Api, request: Request) -> Response:
     model = bodies.decode(_decode_transfer, request.body)
+    schemas.check_name(model.to, "/to", "node")
     await _cluster(api).transfer(request.name, model.to)
     return Response(202, msgspec.json.encode(Transferring(group=request.name, to=model.to)))
 

@@ -85,8 +85,8 @@ async def create_batch(api: Api, request: Request) -> Response:
     drafts = await _scanned(api, request) or await _decoded(api, request)
     good = [draft.command for draft in drafts if type(draft) is Draft]
     answers = await api.node.propose_many(good) if good else []
-    if len(answers) == len(drafts) and not any(reply.refusal or reply.replayed for reply in answers):
-        return ok(batches.created_json(drafts, answers, None))
+    if len(answers) == len(drafts) and (body := batches.created_json(drafts, answers, None)) is not None:
+        return ok(body)
     given = iter(answers)
     replies: list[Reply | None] = []
     others: list[bytes | None] = []
@@ -99,7 +99,9 @@ async def create_batch(api: Api, request: Request) -> Response:
         if index % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
             await asyncio.sleep(0)
         others.append(await _other_result(api, request, draft, reply))
-    return ok(batches.created_json(drafts, replies, others))
+    body = batches.created_json(drafts, replies, others)
+    assert body is not None
+    return ok(body)
 
 
 async def _scanned(api: Api, request: Request) -> list[Draft | WheelschedError] | None:

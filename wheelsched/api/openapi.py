@@ -48,6 +48,7 @@ _EXAMPLES: Final[dict[str, Any]] = {
     "BackfillRequest": {"from": "2026-01-01T00:00:00Z", "to": "2026-02-01T00:00:00Z"},
     "NodeAdd": {"id": "n4", "http": "10.0.0.4:8080", "peer": "10.0.0.4:7080"},
     "GroupTransfer": {"to": "n2"},
+    "BackupRequest": {"path": "/var/backups/wheelsched/2026-11-05"},
     "ClockAdvance": {"by_s": 3600},
     "Problem": {
         "type": "urn:wheelsched:problem:invalid-request", "title": "Invalid request", "status": 400,

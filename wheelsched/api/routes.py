@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from wheelsched.api import admin, attempts, claims, cluster, forecast, jobs, queues, schedules, schemas
+from wheelsched.api import admin, attempts, backups, claims, cluster, forecast, jobs, queues, schedules, schemas
 from wheelsched.api.request import Request, Response
 from wheelsched.core import limits
 
@@ -200,6 +200,14 @@ ROUTES: Final = (
           answers={200: schemas.ClockInfo}, errors=(404,)),
     Route(method="POST", path="/v1/clock:advance", handler=admin.advance, tag="clock", summary="Let virtual time pass.",
           body=schemas.ClockAdvance, answers={200: schemas.ClockInfo}, errors=(404, 413, 415)),
+    Route(method="POST", path="/v1/backups", handler=backups.take, tag="backups",
+          summary="Write a backup of all groups into a directory of the node that is asked; answered when it is done.",
+          body=backups.BackupRequest, answers={201: backups.BackupInfo}, errors=(413, 415)),
+    Route(method="GET", path="/v1/backups", handler=backups.list_backups, tag="backups",
+          summary="The backups that this node writes or wrote since it started, newest first.", answers={200: backups.BackupList}),
+    Route(method="POST", path="/v1/hold:release", handler=backups.release_hold, tag="backups",
+          summary="Let a cluster that was restored held dispatch.", body=schemas.Nothing, body_optional=True,
+          answers={200: backups.HoldReleased}, errors=(415,)),
     Route(method="GET", path="/livez", handler=admin.livez, tag="node", summary="The loop turns.",
           answers={200: schemas.Alive}, strict=False),
     Route(method="GET", path="/readyz", handler=admin.readyz, tag="node", summary="Ready to serve, or why not.",

@@ -108,7 +108,7 @@ class BootstrapAnswers:
 
     def __init__(self, identity: LocalIdentity, settings: Settings, *, table: Table | None = None) -> None:
         self._identity = identity
-        self._wanted = Founding.of(settings)
+        self._wanted = identity.wanted_founding(settings)
         self.table = table  # set once there is one
 
     async def answer(self, method: str, body: bytes) -> bytes:
@@ -150,7 +150,7 @@ async def bootstrap(
         raise StartRefused(f"--without names {', '.join(unknown)}, which cluster.nodes does not have")
     if identity.name in without:
         raise StartRefused(f"--without names {identity.name}, which is this node")
-    await _Bootstrap(identity, Founding.of(settings), transport, clock, frozenset(without), report_ms, patience_ms).run()
+    await _Bootstrap(identity, identity.wanted_founding(settings), transport, clock, frozenset(without), report_ms, patience_ms).run()
 
 
 class _Bootstrap:
@@ -253,6 +253,11 @@ class _Bootstrap:
     async def _join(self, node: int, answer: Answer) -> bool:
         """Take the place that was made for this node in a cluster that exists."""
         identity = self._identity
+        if identity.restored is not None and answer.cluster_id:
+            raise StartRefused(
+                f"{identity.name} was restored from a backup and {answer.name} belongs to a cluster already, which {identity.name} could "
+                f"only join with an empty data directory. Is {answer.name} one of those that were restored together, and has it its data?"
+            )
         if not answer.cluster_id:
             raise Unavailable(f"{answer.name} belongs to no cluster yet")
         if not answer.is_member:

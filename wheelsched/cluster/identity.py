@@ -28,12 +28,14 @@ class IdentityRow(Identity, array_like=True, frozen=True):
     """The identity row with what a node of several adds to it.
 
     `cluster_id`: empty while the node belongs to none. `founding`: of a node that was there when the cluster was made; none: it joined
-    later. `known`: the first incarnation met, by raft id, its own not among them."""
+    later. `known`: the first incarnation met, by raft id, its own not among them. `restored`: what the cluster is to be made from that its
+    rows were restored for; the rows are those of the groups that this node holds by it."""
 
     cluster_id: bytes = b""
     raft_id: int = 0
     founding: Founding | None = None
     known: dict[int, bytes] = msgspec.field(default_factory=dict)
+    restored: Founding | None = None
 
 
 class LocalIdentity:
@@ -73,7 +75,9 @@ class LocalIdentity:
         cluster, name = settings.cluster, settings.node.id
         identity = cls.load(store) or cls.create(store, cluster_name=cluster.name, group_count=cluster.group_count, node_id=name, rng=rng)
         if identity.is_blank:
-            if store.scan(RAFT_META, b"H", b"I", 1):
+            if identity.restored is not None:
+                identity._check_restored(settings)
+            elif store.scan(RAFT_META, b"H", b"I", 1):
                 raise StoreRefused(
                     f"the data of {name} was made by a node that is alone, and cluster.nodes names several; give this node an empty "
                     "node.data_dir, or leave cluster.nodes empty"
@@ -102,6 +106,24 @@ class LocalIdentity:
     @property
     def founding(self) -> Founding | None:
         return self._row.founding
+
+    @property
+    def restored(self) -> Founding | None:
+        """What its rows were restored for; None of a node that was not."""
+        return self._row.restored
+
+    def wanted_founding(self, settings: Settings) -> Founding:
+        """What this node would make a cluster from."""
+        return Founding.of(settings, origin=self.restored.origin if self.restored is not None else "")
+
+    def _check_restored(self, settings: Settings) -> None:
+        # By another list of nodes this one would hold other groups than were written here, and begin those it lacks as empty ones.
+        assert self.restored is not None
+        if differences := self.restored.differences(self.wanted_founding(settings)):
+            raise StoreRefused(
+                f"{self.name} was restored for other settings than it has now: {'; '.join(differences)}. Start it with the settings it was "
+                "restored with, or remove the data directories of all nodes and restore again"
+            )
 
     @property
     def is_blank(self) -> bool:
@@ -156,6 +178,12 @@ class LocalIdentity:
         return None
 
     # ---- belonging
+
+    def restore(self, founding: Founding) -> None:
+        """This node has the rows of its groups for a cluster that is made of them; in the store but not yet durable."""
+        assert self.is_blank
+        self._row = msgspec.structs.replace(self._row, restored=founding)
+        self._write()
 
     async def found(self, founding: Founding) -> None:
         """This node is one of those that the cluster is made of; durable on return."""

@@ -47,6 +47,10 @@ class MembershipParts:
         if self.table.cluster is not None:
             self._on_members(self.table)
 
+    @property
+    def cluster_id(self) -> bytes:
+        return self._identity.cluster_id
+
     def _on_members(self, table: MemberTable) -> None:
         if table.cluster is not None:
             self._transport.tombstones = table.removed()

@@ -32,25 +32,31 @@ class Founder(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Founding(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a cluster is made from; `nodes` by name. Part of the identity row: fields are only ever appended."""
+    """What a cluster is made from; `nodes` by name. Part of the identity row: fields are only ever appended.
+
+    `origin`: of a cluster that is restored the backup's id, and whether it is to start held; empty of one that is made anew."""
 
     cluster_name: str
     group_count: int
     partition_count: int
     replication_factor: int
     nodes: tuple[Founder, ...]
+    origin: str = ""
 
     @classmethod
-    def of(cls, settings: Settings) -> Founding:
+    def of(cls, settings: Settings, *, origin: str = "") -> Founding:
         cluster = settings.cluster
         ids = raft_ids(node.id for node in cluster.nodes)
         nodes = sorted((Founder(node.id, ids[node.id], node.http, node.peer) for node in cluster.nodes), key=lambda node: node.name)
-        return cls(cluster.name, cluster.group_count, PARTITION_COUNT, cluster.replication_factor, tuple(nodes))
+        return cls(cluster.name, cluster.group_count, PARTITION_COUNT, cluster.replication_factor, tuple(nodes), origin)
 
     @property
     def cluster_id(self) -> bytes:
         """16 bytes that nodes which were told the same agree on without talking."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=16, person=b"ws-cluster-id").digest()
+        told = msgspec.structs.astuple(self)
+        if not self.origin:
+            told = told[:-1]  # as it was before there were restored clusters
+        return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=16, person=b"ws-cluster-id").digest()
 
     def voters(self, group: int) -> tuple[int, ...]:
         """Raft ids of a group's first voters; the first of them is the one that should lead it."""
@@ -82,6 +88,8 @@ class Founding(msgspec.Struct, array_like=True, frozen=True, gc=False):
         for name in sorted({*here, *there}):
             if here.get(name) != there.get(name):
                 found.append(f"cluster.nodes {_shown(name, here.get(name))} and {_shown(name, there.get(name))}")
+        if self.origin != other.origin:
+            found.append(f"data {_origin_shown(self.origin)} and {_origin_shown(other.origin)}")
         return found
 
 
@@ -90,6 +98,10 @@ _FIELD: Final = {"name": "cluster_name"}
 
 def _shown(name: str, node: Founder | None) -> str:
     return f"without {name}" if node is None else f"{name} at {node.peer} (http {node.http})"
+
+
+def _origin_shown(origin: str) -> str:
+    return f"restored from {origin}" if origin else "not restored"
 
 
 def meta_voter_count(node_count: int) -> int:

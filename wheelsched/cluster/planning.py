@@ -62,8 +62,9 @@ class Picture:
         return [node for node in self.active() if node in self.reports]
 
     def coming(self) -> int:
-        """How many nodes there are to hold groups, those included that were added and have not come yet."""
-        return sum(row.state in (MemberState.ACTIVE, MemberState.JOINING) and not row.leaves for row in self.members.values())
+        """How many nodes there are to hold groups, with those that were added and have not come yet, and those that drain and may be taken
+        back."""
+        return sum(row.state != MemberState.REMOVED and not row.leaves for row in self.members.values())
 
 
 def after(row: GroupRow) -> set[int]:

@@ -35,7 +35,9 @@ def make_transport(
     peers = {ids[node.id]: PeerAddress(node.id, *split_address(node.peer)) for node in cluster.nodes if node.id != own.id}
     tls = read_tls(cluster.tls) if cluster.tls.cert_file else None
     options = TransportOptions(snapshot_bytes_per_s=cluster.snapshot_mib_per_s * 1024 * 1024)
-    return Transport(identity, split_address(own.peer), peers, handlers, clock=clock, rng=rng, tls=tls, options=options)
+    return Transport(
+        identity, split_address(settings.node.peer_listen or own.peer), peers, handlers, clock=clock, rng=rng, tls=tls, options=options
+    )
 
 
 def read_tls(settings: TlsSettings) -> Tls:

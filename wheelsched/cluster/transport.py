@@ -56,6 +56,7 @@ from wheelsched.cluster.wire import ConnectionEnded, Wire
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import OutcomeUnknown, PayloadTooLarge
 from wheelsched.raft import AnyMessage, Append, is_sound
+from wheelsched.runtime.clock import machine_wall_ms
 
 log = structlog.get_logger(__name__)
 
@@ -727,7 +728,7 @@ class Transport:
             case Kind.PING:
                 ping = decode_body(Kind.PING, body, Ping)
                 # Answered within the turn: receipt and answer are one instant.
-                now_ms = self._clock.wall_ms()
+                now_ms = machine_wall_ms(self._clock)
                 wire.write(Kind.PONG, encode_body(Pong(ping.number, ping.sent_at_ms, now_ms, now_ms)))
             case Kind.REQUEST:
                 link.calls.on_request(decode_body(Kind.REQUEST, body, Request))
@@ -827,7 +828,7 @@ class Transport:
             link.pings[self._number] = now_mono_ms
             if len(link.pings) > _PINGS_KEPT:
                 del link.pings[next(iter(link.pings))]
-            wire.write(Kind.PING, encode_body(Ping(self._number, self._clock.wall_ms())))
+            wire.write(Kind.PING, encode_body(Ping(self._number, machine_wall_ms(self._clock))))
 
     def _sweep_calls(self, now_mono_ms: int) -> None:
         while self._deadlines and self._deadlines[0][0] <= now_mono_ms:

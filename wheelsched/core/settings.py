@@ -20,7 +20,8 @@ from wheelsched.core.ids import GROUP_COUNT_DEFAULT
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Positive = Annotated[float, Meta(gt=0)]
 # A name or an address, IPv6 in brackets, and a port.
-Address = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$")]
+_ADDRESS = r"^([A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$"
+Address = Annotated[str, Meta(pattern=_ADDRESS)]
 
 
 def _doc(text: str) -> Meta:
@@ -68,6 +69,13 @@ class ClusterSettings(_Section, frozen=True):
 class NodeSettings(_Section, frozen=True):
     id: Annotated[Name, _doc("This node's name.")] = "n1"
     data_dir: Annotated[str, _doc("Where the node keeps its data; {id} stands for the node's name.")] = "./wheelsched-data"
+    peer_listen: Annotated[
+        str,
+        Meta(
+            pattern=rf"^$|{_ADDRESS}",
+            description="Where to listen for the other nodes, if they reach this one by another address; empty: that one.",
+        ),
+    ] = ""
 
 
 class HttpSettings(_Section, frozen=True):

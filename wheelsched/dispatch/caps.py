@@ -92,6 +92,10 @@ class Caps:
         for cap in self._caps.values():
             cap.parked.clear()
 
+    def unpark_all(self) -> list[QueueMemory]:
+        """Let runs back wherever there is room: the queues that have some ready again. O(definitions whose runs were met)."""
+        return [queue for name, cap in self._caps.items() if cap.parked for queue in self._unpark(name)]
+
     def _room(self, name: Name, cap: _Cap) -> int:
         return 1 << 30 if cap.limit < 0 else cap.limit - self._running.get(name, 0) - cap.reserved
 

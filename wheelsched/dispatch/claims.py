@@ -2,25 +2,34 @@
 
 Records are reserved in the same turn in which they are looked at, so no two claims see one job; the log decides in the end, by
 version. A long poll is a `Waiter` in the queues it names: new ready jobs go to waiters at once, new waiters to what is ready at once.
+What is ready and has no waiter here is offered to the other nodes, where there are any (`Elsewhere`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Final, NamedTuple, Protocol
 
-from wheelsched.core.errors import Unavailable
-from wheelsched.core.ids import group_of, group_of_low
+from wheelsched.core.errors import NotLeader, OutcomeUnknown, Unavailable
+from wheelsched.core.ids import group_of
+from wheelsched.dispatch.batches import hand_over, rows_found, seeks_of
 from wheelsched.dispatch.caps import Caps
 from wheelsched.dispatch.queues import QueueMemory
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Claim, Release, Reply
-from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, decode_state, is_capped, split_job
+from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, decode_state
 from wheelsched.replica import Batch, ReplicaSet
 from wheelsched.store import Store
 
 Taken = list[tuple[int, bytes]]  # (lane, packed records)
+
+# One group without a quorum does not hold up the jobs that came out of the others: they are handed over this long after they were
+# claimed at the latest, and what comes later goes back.
+STRAGGLERS_S: Final = 1.0
 
 
 class ClaimedJob(NamedTuple):
@@ -42,28 +51,87 @@ class _Found(NamedTuple):
     schedule: str = ""  # whose cap it was reserved under
 
 
+class _Part(NamedTuple):
+    """What one claim takes out of one queue and group."""
+
+    queue: QueueMemory
+    found: list[_Found]
+
+
+_Flight = tuple["asyncio.Future[list[Reply]]", list[_Part]]  # what was proposed together, and what it is for
+
+
 class Waiter:
-    """A long poll: how many jobs it takes, from which queues, and where they are put for it."""
+    """A long poll: how many jobs it takes, from which queues, and where they are put for it: reserved ones, or leased ones that another
+    node sent, or None when its time is over.
 
-    __slots__ = ("future", "jobs_max", "queues")
+    It stands in its queues until jobs are promised to it. It leaves them in the very turn of the promise, be that of this node or of
+    another one, so that it is never promised jobs twice.
+    """
 
-    def __init__(self, queues: Sequence[QueueMemory], jobs_max: int) -> None:
+    __slots__ = ("future", "is_late", "is_promised", "is_standing", "jobs_max", "lease_ms", "number", "queues", "worker")
+
+    _numbers = count()
+
+    def __init__(self, queues: Sequence[QueueMemory], jobs_max: int, lease_ms: int | None, worker: str) -> None:
         self.queues = queues
         self.jobs_max = jobs_max
-        self.future: asyncio.Future[tuple[QueueMemory, Taken] | None] = asyncio.get_running_loop().create_future()
-        for queue in queues:
+        self.lease_ms = lease_ms
+        self.worker = worker
+        self.number = next(self._numbers)
+        self.is_promised = False  # another node claims for it
+        self.is_late = False  # its time ended meanwhile
+        self.is_standing = False
+        self.future: asyncio.Future[tuple[QueueMemory, Taken] | list[ClaimedJob] | None] = asyncio.get_running_loop().create_future()
+        self._stand()
+
+    def _stand(self) -> None:
+        self.is_standing = True
+        for queue in self.queues:
             queue.waiters[self] = None
+            queue.places += self.jobs_max
 
     def leave(self) -> None:
+        if self.is_standing:
+            self.is_standing = False
+            for queue in self.queues:
+                queue.waiters.pop(self, None)
+                queue.places -= self.jobs_max
+
+    def come_back(self) -> None:
+        """Stand where it stood before it left. O(waiters), for a promise that came to nothing."""
+        self._stand()
         for queue in self.queues:
-            queue.waiters.pop(self, None)
+            for later in [other for other in queue.waiters if other.number > self.number]:
+                del queue.waiters[later]
+                queue.waiters[later] = None
+
+
+class Elsewhere(Protocol):
+    """The other nodes of a cluster, as claims know them."""
+
+    def on_wait(self, waiter: Waiter) -> None:
+        """A long poll begins to wait."""
+        ...
+
+    def on_surplus(self, queue: QueueMemory) -> None:
+        """Jobs are ready, nobody waits for them here, and another node wants some (`QueueMemory.wanted_elsewhere`)."""
+        ...
+
+    def serve_starved(self, queue: QueueMemory) -> None:
+        """Jobs are ready and another node wants some: the one that has waited too long comes before the waiters here."""
+        ...
+
+    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
+        """Release leased jobs, uncounted, whoever leads their groups by now."""
+        ...
 
 
 class Claims:
     """Claims of one node; none before `open`."""
 
     def __init__(
-        self, store: Store, replicas: ReplicaSet, group_count: int, caps: Caps, on_started: Callable[[QueueMemory, JobState], None]
+        self, store: Store, replicas: ReplicaSet, group_count: int, caps: Caps, on_started: Callable[[QueueMemory, list[JobState]], None]
     ) -> None:
         self._store = store
         self._replicas = replicas
@@ -74,10 +142,15 @@ class Claims:
         self._draining = False
         self.waiter_count = 0
         self._rate_timers: dict[QueueMemory, asyncio.TimerHandle] = {}
+        self.elsewhere: Elsewhere | None = None  # None: this node is alone
 
     def open(self) -> None:
         """Hand out jobs from now on."""
         self._open = True
+
+    def close(self) -> None:
+        """Hand out nothing until `open`; whoever asks may wait for that."""
+        self._open = False
 
     async def claim(
         self, queues: Sequence[QueueMemory], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
@@ -89,9 +162,11 @@ class Claims:
             if not reserved:
                 if self._draining:
                     return []
-                offer = await self._wait(queues, jobs_max, deadline)
+                offer = await self._wait(queues, jobs_max, lease_ms, worker, deadline)
                 if offer is None:
                     return []
+                if isinstance(offer, list):
+                    return offer
                 reserved = [offer]
             # Everything reserved may have been cancelled meanwhile: look again, also when the wait is over, for there may be jobs
             # behind it. Each turn uses up what it reserved.
@@ -111,23 +186,29 @@ class Claims:
                 jobs_max -= sum(len(records) for _, records in taken) // TIMER.size
         return reserved
 
-    async def _wait(self, queues: Sequence[QueueMemory], jobs_max: int, deadline: float) -> tuple[QueueMemory, Taken] | None:
+    async def _wait(
+        self, queues: Sequence[QueueMemory], jobs_max: int, lease_ms: int | None, worker: str, deadline: float
+    ) -> tuple[QueueMemory, Taken] | list[ClaimedJob] | None:
         loop = asyncio.get_running_loop()
         if deadline <= loop.time():
             return None
-        waiter = Waiter(queues, jobs_max)
+        waiter = Waiter(queues, jobs_max, lease_ms, worker)
         self.waiter_count += 1
         for queue in queues:
             self._arm_rate(queue)
         handle = loop.call_at(deadline, self._time_out, waiter)
+        if self.elsewhere is not None:
+            self.elsewhere.on_wait(waiter)
         try:
             return await waiter.future
         except asyncio.CancelledError:
             # Hung up in the very turn in which jobs were put aside for it.
             if waiter.future.done() and not waiter.future.cancelled():
                 offer = waiter.future.result()
-                if offer is not None:
-                    self._put_back(*offer)
+                if isinstance(offer, list):
+                    self.give_back(offer)
+                elif offer is not None:
+                    self.put_back(*offer)
             raise
         finally:
             handle.cancel()
@@ -136,7 +217,10 @@ class Claims:
 
     @staticmethod
     def _time_out(waiter: Waiter) -> None:
-        if not waiter.future.done():
+        if waiter.is_promised:
+            # Jobs are claimed for it at this moment: sent away now, it would have them released again.
+            waiter.is_late = True
+        elif not waiter.future.done():
             waiter.future.set_result(None)
 
     def drain(self, queues: Sequence[QueueMemory]) -> None:
@@ -147,13 +231,20 @@ class Claims:
                 self._time_out(waiter)
 
     def serve(self, queue: QueueMemory) -> None:
-        """New ready jobs, or room for more: give them to whoever waits, in order of arrival."""
+        """New ready jobs, or room for more: give them to whoever waits, in order of arrival; then to the other nodes.
+
+        Waiters here come first, for nothing has to travel; so a job never waits while a worker of any node does, but workers of other
+        nodes may wait while those here are quicker. Not for ever: a node that has waited for a second gets the next job
+        (`Elsewhere.serve_starved`), so each gets one a second at least while there are any.
+        """
         if not self._open:
             return
+        if queue.wanted_elsewhere and queue.waiters and self.elsewhere is not None and queue.ready_count:
+            self.elsewhere.serve_starved(queue)
         while queue.waiters and queue.ready_count:
             waiter = next(iter(queue.waiters))
             if waiter.future.done():
-                queue.waiters.pop(waiter, None)
+                waiter.leave()
                 continue
             taken = queue.take(waiter.jobs_max)
             if not taken:
@@ -161,6 +252,40 @@ class Claims:
                 return
             waiter.leave()
             waiter.future.set_result((queue, taken))
+        if queue.wanted_elsewhere and self.elsewhere is not None and queue.ready_count:
+            self.elsewhere.on_surplus(queue)
+
+    # For waiters of other nodes.
+
+    def take_for_offer(self, queue: QueueMemory, jobs_max: int) -> Taken:
+        """Reserve ready jobs to offer them to another node; ends with `claim_taken` or `put_back`."""
+        if not self._open:
+            return []
+        taken = queue.take(jobs_max)
+        if not taken:
+            self._arm_rate(queue)
+        return taken
+
+    async def claim_taken(self, queue: QueueMemory, taken: Taken, *, lease_ms: int | None, worker: str) -> list[ClaimedJob]:
+        """Claim what was reserved; fewer, or none, where jobs have moved on. Raises as `claim`."""
+        return await self._claim([(queue, taken)], lease_ms=lease_ms, worker=worker)
+
+    def end_promise(self, waiter: Waiter, jobs: list[ClaimedJob]) -> bool:
+        """What another node promised a waiter has come, nothing perhaps: then it goes on waiting. Whether it took the jobs."""
+        waiter.is_promised = False
+        if waiter.future.done():
+            return False
+        if jobs or waiter.is_late or self._draining:
+            waiter.future.set_result(jobs or None)
+            return bool(jobs)
+        waiter.come_back()
+        for queue in waiter.queues:
+            self.serve(queue)
+        if self.elsewhere is not None and not waiter.future.done():
+            self.elsewhere.on_wait(waiter)
+        return False
+
+    # What holds a queue back.
 
     def on_settings(self, queue: QueueMemory) -> None:
         """The queue's settings changed: how long its old rate would have held it back says nothing any more."""
@@ -179,115 +304,169 @@ class Claims:
         self._rate_timers.pop(queue, None)
         self.serve(queue)
 
-    def _put_back(self, queue: QueueMemory, taken: Taken) -> None:
+    def put_back(self, queue: QueueMemory, taken: Taken) -> None:
+        """Records that were reserved and not claimed go back where they were, and to whoever waits for them."""
         for lane, records in taken:
             # One `take` gives records of one priority.
             queue.put_back(lane, TIMER.unpack_from(records)[3] >> 3 & 3, records)
         self.serve(queue)
 
+    # From reserved to leased.
+
     async def _claim(self, reserved: list[tuple[QueueMemory, Taken]], *, lease_ms: int | None, worker: str) -> list[ClaimedJob]:
         commands: list[tuple[int, AnyCommand]] = []
-        jobs: list[tuple[QueueMemory, list[_Found]]] = []
+        parts: list[_Part] = []
         for queue, taken in reserved:
-            by_group: dict[int, list[_Found]] = {}
-            for found in self._find(queue, taken):
-                by_group.setdefault(self._group_of(found.job_id), []).append(found)
-            for group, of_group in by_group.items():
-                names = [(found.job_id, found.version) for found in of_group]
+            for group, of_group in self._find(queue, taken).items():
+                names = [(found[0], found[1]) for found in of_group]
                 commands.append((group, Claim(names, queue.settings.lease_ms if lease_ms is None else lease_ms, worker)))
-                jobs.append((queue, of_group))
+                parts.append(_Part(queue, of_group))
+        flights, refused = self._propose(commands, parts)
         try:
-            batch = self._replicas.propose_many(commands, urgent=True)
-        except Unavailable:  # refused before the log: nothing happened
-            self._end_reservations(jobs)
-            for queue, of_group in jobs:
-                for found in of_group:
-                    queue.put_back(found.lane, TIMER.unpack(found.record)[3] >> 3 & 3, found.record)
+            if flights:
+                await self._land(flights)
+            else:
+                await asyncio.sleep(0)  # all of it was stale or put aside: let others have their turn before the next look
+        except asyncio.CancelledError:  # it is in the log: undo through the log
+            for future, of_flight in flights:
+                future.add_done_callback(partial(self._undo, of_flight))
             self._serve_all(reserved)
             raise
-        if not commands:
-            await asyncio.sleep(0)  # all of it was stale or put aside: let others have their turn before the next look
-        try:
-            replies = await asyncio.shield(batch.future)
-        except asyncio.CancelledError:  # it is in the log: undo through the log
-            batch.future.add_done_callback(lambda future: self._undo(reserved, jobs, future))
-            raise
-        handed = self._hand_over(jobs, replies)
+        claimed: list[_Part] = []
+        replies: list[Reply] = []
+        for future, of_flight in flights:
+            if not future.done():
+                future.add_done_callback(partial(self._undo, of_flight))
+            elif (error := future.exception()) is not None:
+                self._end_unclaimed(of_flight, error)
+                if self._replicas.groups_share_fate and isinstance(error, Exception):
+                    refused = error  # the node ends
+            else:
+                claimed += of_flight
+                replies += future.result()
+        handed = self._hand_over(claimed, replies)
         self._serve_all(reserved)
+        if refused is not None and not handed:
+            raise refused
         return handed
 
-    def _undo(
-        self, reserved: list[tuple[QueueMemory, Taken]], jobs: list[tuple[QueueMemory, list[_Found]]],
-        future: asyncio.Future[list[Reply]],
-    ) -> None:  # fmt: skip
-        if not future.cancelled() and future.exception() is None:
-            handed = self._hand_over(jobs, future.result())
-            self._serve_all(reserved)
-            self.release([job.state for job in handed])
+    def _propose(self, commands: list[tuple[int, AnyCommand]], parts: list[_Part]) -> tuple[list[_Flight], Exception | None]:
+        """What is on its way into the log, and why the rest is not, where that has to be told. What is refused is given up here."""
+        if not parts:
+            return [], None
+        if self._replicas.groups_share_fate:
+            try:
+                return [(self._replicas.propose_many(commands, urgent=True).future, parts)], None
+            except Unavailable as error:
+                self._end_unclaimed(parts, error)
+                return [], error
+        flights: list[_Flight] = []
+        refused: Exception | None = None
+        for command, part in zip(commands, parts, strict=True):
+            try:
+                flights.append((self._replicas.propose_many((command,), urgent=True).future, [part]))
+            except Unavailable as error:
+                self._end_unclaimed([part], error)
+                if not isinstance(error, NotLeader):
+                    refused = error
+        return flights, refused
+
+    @staticmethod
+    async def _land(flights: list[_Flight]) -> None:
+        """Wait for what was proposed: for all of it, or for some and then `STRAGGLERS_S`."""
+        futures = [future for future, _ in flights]
+        if len(futures) == 1:
+            with suppress(Exception):  # whoever called looks at it
+                await asyncio.shield(futures[0])
+            return
+        done, _ = await asyncio.wait(futures, timeout=STRAGGLERS_S)
+        if not done:
+            await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+
+    def _undo(self, parts: list[_Part], future: asyncio.Future[list[Reply]]) -> None:
+        """Nobody waits for these any more."""
+        if (error := future.exception()) is not None:
+            self._end_unclaimed(parts, error)
+        else:
+            self.give_back(self._hand_over(parts, future.result()))
+        for part in parts:
+            self.serve(part.queue)
+
+    def _end_unclaimed(self, parts: list[_Part], error: BaseException) -> None:
+        """What was refused before the log goes back to its queue. Where another node leads, it has these jobs ready by its own rows; and
+        where the outcome is unknown they are leased, or somebody else's."""
+        self._end_reservations(parts)
+        is_gone = isinstance(error, (NotLeader, OutcomeUnknown))
+        for part in parts:
+            for found in part.found:
+                if is_gone:
+                    part.queue.drop_reserved()
+                else:
+                    part.queue.put_back(found.lane, TIMER.unpack(found.record)[3] >> 3 & 3, found.record)
 
     def _serve_all(self, reserved: list[tuple[QueueMemory, Taken]]) -> None:
         """What was reserved and is not leased left room under caps: somebody else may wait for it."""
         for queue, _ in reserved:
             self.serve(queue)
 
-    def _hand_over(self, jobs: list[tuple[QueueMemory, list[_Found]]], replies: Sequence[Reply]) -> list[ClaimedJob]:
+    def _hand_over(self, parts: list[_Part], replies: Sequence[Reply]) -> list[ClaimedJob]:
         """What was claimed: queues in order of preference, precise first, then by priority and fire_at."""
-        self._end_reservations(jobs)
-        handed: list[tuple[tuple[int, int, int, int], ClaimedJob]] = []
+        self._end_reservations(parts)
+        handed: list[ClaimedJob] = []
+        order: list[int] = []
         preference: dict[QueueMemory, int] = {}
-        for (queue, of_group), reply in zip(jobs, replies, strict=True):
+        for part, reply in zip(parts, replies, strict=True):
+            queue, of_group = part.queue, part.found
             rank = preference.setdefault(queue, len(preference))
-            for found, state in zip(of_group, reply.states, strict=True):
-                if state is None:
-                    queue.drop_reserved()  # the job moved on between becoming ready and its claim
-                    continue
-                spec, payload = split_job(found.row)
-                self._replicas.keep_row(state, found.row)
-                self._on_started(queue, state)
-                order = (rank, state.lane, state.priority, state.fire_at_ms)
-                handed.append((order, ClaimedJob(state, decode_spec(spec), payload)))
-        handed.sort(key=lambda item: item[0])
-        return [job for _, job in handed]
+            first = len(handed)
+            dropped = hand_over(of_group, reply.states, rank, decode_spec, ClaimedJob, handed, order)
+            for _ in range(dropped):
+                queue.drop_reserved()  # the job moved on between becoming ready and its claim
+            # Not with the effect of the claim: whoever leads no more at that instant, be it for a moment, hears of none. So for part of
+            # a turn a job counts twice, as reserved and as running; whoever found no room then is served after this.
+            queue.reserved -= len(of_group) - dropped
+            self._replicas.keep_rows([(state, found[4]) for state, found in zip(reply.states, of_group, strict=True) if state is not None])
+            self._on_started(queue, [job[0] for job in handed[first:]])
+        return [handed[place] for place in sorted(range(len(handed)), key=order.__getitem__)]
 
-    def _find(self, queue: QueueMemory, taken: Taken) -> list[_Found]:
-        """The rows of reserved records, by sorted seeks; a record whose row is gone is stale."""
-        wanted = []
-        for lane, records in taken:
-            for position in range(0, len(records), TIMER.size):
-                record = records[position : position + TIMER.size]
-                fire_at_ms, low, version, _ = TIMER.unpack(record)
-                group = group_of_low(low, self._group_count)
-                wanted.append((keys.job_seek(group, lane, fire_at_ms, low), version, lane, record))
-        wanted.sort()
-        cursor = self._store.cursor(keys.JOBS)
-        found = []
-        for seek, version, lane, record in wanted:
-            row = cursor.seek(seek)
-            if row is None or not row[0].startswith(seek):
+    def _find(self, queue: QueueMemory, taken: Taken) -> dict[int, list[_Found]]:
+        """The rows of reserved records by group, by sorted seeks; a record whose row is gone is stale."""
+        wanted = seeks_of(taken, self._group_count)
+        rows = self._store.cursor(keys.JOBS).seek_each([seek for seek, _, _, _ in wanted])
+        by_group, capped, stale = rows_found(wanted, rows, _Found)
+        for _ in range(stale):
+            queue.drop_reserved()
+        if stale:
+            # One that a cap had let back and that ended otherwise meanwhile leaves its place to the next, which nothing else would wake.
+            for other in self._caps.unpark_all():
+                self.serve(other)
+        for found in capped:
+            schedule = self._schedule_of(found.job_id)
+            if schedule and not self._caps.reserve(queue.tenant, schedule):
                 queue.drop_reserved()
+                self._caps.park(queue.tenant, schedule, queue, found.lane, TIMER.unpack(found.record)[3] >> 3 & 3, found.record)
                 continue
-            job_id = keys.parse_job_key(row[0])[3]
-            schedule = ""
-            if is_capped(row[1]):
-                schedule = self._schedule_of(job_id)
-                if schedule and not self._caps.reserve(queue.tenant, schedule):
-                    queue.drop_reserved()
-                    self._caps.park(queue.tenant, schedule, queue, lane, TIMER.unpack(record)[3] >> 3 & 3, record)
-                    continue
-            found.append(_Found(job_id, version, lane, record, row[1], schedule))
-        return found
+            by_group.setdefault(self._group_of(found.job_id), []).append(found._replace(schedule=schedule))
+        return by_group
 
     def _schedule_of(self, job_id: bytes) -> str:
         row = self._store.get(keys.STATE, keys.state_key(self._group_of(job_id), job_id))
         run = None if row is None else decode_state(row).run
         return "" if run is None else run.schedule
 
-    def _end_reservations(self, jobs: Sequence[tuple[QueueMemory, list[_Found]]]) -> None:
-        for queue, of_group in jobs:
-            for found in of_group:
+    def _end_reservations(self, parts: Sequence[_Part]) -> None:
+        for part in parts:
+            for found in part.found:
                 if found.schedule:
-                    for other in self._caps.unreserve(queue.tenant, found.schedule):
+                    for other in self._caps.unreserve(part.queue.tenant, found.schedule):
                         self.serve(other)
+
+    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
+        """Leased jobs that reached nobody: release them, uncounted, in the background."""
+        if self.elsewhere is not None:
+            self.elsewhere.give_back(jobs)
+        else:
+            self.release([job.state for job in jobs])
 
     def release(self, states: Sequence[JobState]) -> Batch | None:
         """Leases that reached nobody go back to their queues, the attempts not counted; where that cannot be proposed, when they

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from wheelsched.core.clock import Clock, Rng
+from wheelsched.core.errors import Unavailable
 from wheelsched.core.ids import PARTITION_COUNT, group_of, group_of_low, id_low, schedule_partition
 from wheelsched.core.settings import SchedulerSettings
 from wheelsched.cron import ZoneData
 from wheelsched.dispatch.audit import Audit
+from wheelsched.dispatch.batches import sort_created
 from wheelsched.dispatch.caps import Caps
 from wheelsched.dispatch.claims import Claims
-from wheelsched.dispatch.created import sort_created
 from wheelsched.dispatch.firing import Firing
 from wheelsched.dispatch.leases import Leases
 from wheelsched.dispatch.loader import Loader
@@ -26,7 +28,17 @@ from wheelsched.dispatch.timetable import Timetable
 from wheelsched.fairness import ReadyQueue, split_by_queue
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand
-from wheelsched.model.effects import Effect, Fired, JobChanged, JobsCreated, JobsMoved, OccurrencesSkipped, QueueChanged, ScheduleChanged
+from wheelsched.model.effects import (
+    Effect,
+    Fired,
+    HoldReleased,
+    JobChanged,
+    JobsCreated,
+    JobsMoved,
+    OccurrencesSkipped,
+    QueueChanged,
+    ScheduleChanged,
+)
 from wheelsched.model.rows import JobState, decode_counts, decode_queue, decode_state
 from wheelsched.model.states import Lane, Outcome, Status, due_at_ms, status_of
 from wheelsched.replica import ReplicaSet
@@ -74,6 +86,8 @@ class Dispatcher:
         self._clock = clock
         self._metrics = metrics
         self._group_count = group_count
+        # A cluster that was restored held: nothing fires, is claimed, runs out or is purged until it is released; all else goes on.
+        self.held = False
         self.led: list[int] = []  # groups, ascending; the parts look at this very list
         self.queues = Queues(clock, settings.ready_queue_max)
         self.timers = Timers(group_count, clock.wall_ms())
@@ -108,7 +122,8 @@ class Dispatcher:
             self.lead(group)
         await self.loader.rebuild_lane(Lane.PRECISE)
         await self.loader.load_ahead()
-        self.claims.open()
+        if not self.held:
+            self.claims.open()
 
     def lead(self, group: int) -> None:
         """This node acts for the group from now on; its memory is made by the loader, precise lane first."""
@@ -144,7 +159,8 @@ class Dispatcher:
             start = rows[-1][0] + b"\0"
 
     def read_settings(self) -> None:
-        """Settings of all queues, from the meta group's rows."""
+        """Settings of all queues, and whether the cluster is held, from the meta group's rows."""
+        self._look_whether_held()
         prefix = keys.group_prefix(keys.META_GROUP) + b"q"
         start, end = prefix, keys.prefix_end(prefix)
         while rows := self._store.scan(keys.META, start, end, 1_000):
@@ -152,6 +168,23 @@ class Dispatcher:
                 tenant, name = key[3:].split(b"\0")
                 self.queues.ensure(tenant.decode(), name.decode()).set_settings(decode_queue(row))
             start = rows[-1][0] + b"\0"
+
+    def _look_whether_held(self) -> None:
+        was_held, self.held = self.held, self._store.get(keys.META, keys.HOLD_KEY) is not None
+        if was_held == self.held:
+            return
+        self._replicas.fires_along = not self.held
+        for part in (self.firing, self.occurrences, self.leases, self.purging):
+            part.is_held = self.held
+        if self.held:
+            self.claims.close()
+            return
+        # As though this node came to lead them now: leases begin anew, and what schedules had due meanwhile was missed.
+        for group in list(self.led):
+            self.unlead(group)
+            self.lead(group)
+        self.claims.open()
+        self.firing.waking.wake()
 
     async def run(self) -> None:
         """All loops of the dispatcher, until cancelled."""
@@ -205,6 +238,8 @@ class Dispatcher:
                     self._queue_changed(effect.tenant, effect.queue)
                 case OccurrencesSkipped():
                     self._metrics.occurrences_skipped[effect.reason] += effect.count
+                case HoldReleased():
+                    self._look_whether_held()
                 case ScheduleChanged():
                     for queue in self.caps.on_definition(effect.tenant, effect.name):
                         touched[queue] = None
@@ -283,7 +318,6 @@ class Dispatcher:
             queue.cells[before_status * 3 + priority] -= count
             queue.cells[after_status * 3 + priority] += count
             if is_claim:
-                queue.reserved -= count
                 queue.leave_queued(group, priority, count)
             else:
                 touched[queue] = None  # there is room under the queue's concurrency
@@ -316,7 +350,6 @@ class Dispatcher:
                 if before.run is not None:
                     touched.update(dict.fromkeys(self.caps.on_lease_end(before)))
         else:
-            queue.reserved -= cause == "claim"
             if before.start_deadline_ms >= 0:
                 self.leases.unwatch_start(before.job_id)
             if cause != "fire" and not self.loader.will_read(group, before):  # named by a Fire: its timer is out of the wheel
@@ -391,7 +424,9 @@ class Dispatcher:
                 self.timers.add(group, state, special.queue)
 
     def _propose(self, job_id: bytes, command: AnyCommand) -> None:
-        self._replicas.propose_many(((group_of(job_id, self._group_count), command),), own=True)
+        """What a lease or a deadline brings. Of a group that is led no more, be it since this very call, it is the next leader's."""
+        with suppress(Unavailable):
+            self._replicas.propose_many(((group_of(job_id, self._group_count), command),), own=True)
 
     def group_of_schedule(self, tenant: str, name: str) -> int:
         return schedule_partition(tenant, name) * self._group_count // PARTITION_COUNT
@@ -436,13 +471,15 @@ class Dispatcher:
 
     # What is counted and seen.
 
-    def _on_started(self, queue: QueueMemory, state: JobState) -> None:
-        """An attempt was handed out: the first one says how late the job is."""
-        if state.attempt != 1:
-            return
-        late_ms = max(state.started_at_ms - state.fire_at_ms, 0)
-        self._metrics.lateness.observe(state.lane, late_ms / 1000)
-        queue.note_lateness(state.started_at_ms, late_ms)
+    def _on_started(self, queue: QueueMemory, states: list[JobState]) -> None:
+        """Attempts were handed out: the first one says how late a job is."""
+        observe, note = self._metrics.lateness.observe, queue.note_lateness
+        for state in states:
+            if state.attempt == 1:
+                started_at_ms = state.started_at_ms
+                late_ms = max(started_at_ms - state.fire_at_ms, 0)
+                observe(state.lane, late_ms / 1000)
+                note(started_at_ms, late_ms)
 
     def _count(self, change: JobChanged, queue: QueueMemory) -> None:
         before, after = change.before, change.after
@@ -513,6 +550,8 @@ class Dispatcher:
 
     def next_event_ms(self) -> int | None:
         """When anything here happens next, as wall time; None where nothing is known to."""
+        if self.held:
+            return None
         nexts = (self.timers.next_deadline_ms(), self.leases.next_wall_ms(), self.loader.next_row_ms())
         return min((at_ms for at_ms in nexts if at_ms is not None), default=None)
 

@@ -50,6 +50,7 @@ class Firing:
         self._pending: dict[int, deque[_Pending]] = {}
         self._lock = asyncio.Lock()
         self._next_ms = 0
+        self.is_held = False
         self.waking = Waking(clock)
         self.swept_at_mono_ms = clock.mono_ms()
 
@@ -90,7 +91,7 @@ class Firing:
 
     def lag_ms(self) -> int:
         """How far firing is behind the clock: the age of the oldest timer that is due and still in the wheel."""
-        deadline_ms = self._timers.next_deadline_ms()
+        deadline_ms = None if self.is_held else self._timers.next_deadline_ms()
         return 0 if deadline_ms is None else max(self._clock.wall_ms() - deadline_ms, 0)
 
     @property
@@ -102,6 +103,9 @@ class Firing:
         async with self._lock:
             now_ms = self._clock.wall_ms()
             self.swept_at_mono_ms = self._clock.mono_ms()
+            if self.is_held:
+                self._swept_ms = now_ms
+                return False
             # NTP slews the clock, which never makes it read less: a hand ahead of it means that it was set back, be it by 1 ms.
             # A sweep would then give timers up to the hand, which are not due.
             while now_ms < self._timers.hand_ms:
@@ -152,7 +156,7 @@ class Firing:
                 await asyncio.sleep(0)
                 continue
             now_ms = self._clock.wall_ms()
-            deadline_ms = self._timers.next_deadline_ms()
+            deadline_ms = None if self.is_held else self._timers.next_deadline_ms()
             self._next_ms = now_ms + IDLE_MS if deadline_ms is None else min(deadline_ms, now_ms + IDLE_MS)
             await self.waking.wait_until(self._clock.mono_ms() + self._next_ms - now_ms)
             self._next_ms = 0

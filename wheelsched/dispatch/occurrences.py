@@ -15,7 +15,7 @@ from typing import Final
 import structlog
 
 from wheelsched.core.clock import Clock
-from wheelsched.core.errors import InvalidSchedule
+from wheelsched.core.errors import InvalidSchedule, Unavailable
 from wheelsched.dispatch.timers import Special
 from wheelsched.dispatch.timetable import Timetable
 from wheelsched.engine.schedules import OUTDATED
@@ -65,6 +65,7 @@ class Occurrences:
         self._named: set[bytes] = set()  # job ids in the queue or under way
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
+        self.is_held = False
         self._began_mono_ms = 0
         self._began_ms: dict[int, int] = {}  # by group: what was due before was missed
 
@@ -110,13 +111,13 @@ class Occurrences:
             await self._wake.wait()
             self._wake.clear()
             if self._by_itself:
-                while self._queue:
+                while self._queue and not self.is_held:
                     await self._slice()
                     await asyncio.sleep(0)
 
     async def turn(self) -> bool:
         """Decide a slice; False where nothing waits."""
-        if not self._queue:
+        if not self._queue or self.is_held:
             return False
         await self._slice()
         return True
@@ -130,6 +131,12 @@ class Occurrences:
             began_ms = self._began_ms.get(group)
             if began_ms is None or found is None or found[0].paused or found[1].next_at_ms == -1 or found[1].next_fire_at_ms > now_ms:
                 return
+            if self.is_held:
+                raise Unavailable(
+                    f"an occurrence of {name} is due and has to be decided first, and this cluster is held: "
+                    "release it with `wheelsched restore --release`",
+                    retry_after_s=60,
+                )
             command = self._timetable.decide(*found, now_ms=now_ms, began_ms=began_ms, check=True)
             await self._replicas.propose_many(((group, command),), own=True).future
 

@@ -38,6 +38,7 @@ class Purging:
         self._clock = clock
         self._led = led
         self._interval_ms = int(interval_s * 1000)
+        self.is_held = False
         self._next_ms = 0
         self._next_tombstones_ms = 0
         self._waking = Waking(clock)
@@ -46,7 +47,7 @@ class Purging:
     async def turn(self) -> int:
         """A whole sweep if it is time; returns how many jobs were removed."""
         now_ms = self._clock.wall_ms()
-        if now_ms < self._next_ms:
+        if now_ms < self._next_ms or self.is_held:
             return 0
         self._next_ms = now_ms + self._interval_ms
         removed = 0

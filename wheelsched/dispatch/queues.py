@@ -28,7 +28,7 @@ class QueueMemory:
 
     __slots__ = (
         "_clock", "_index_prefixes", "_queued_of", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "cells",
-        "lateness", "name", "number", "queued", "reserved", "retrying", "settings", "tenant", "waiters",
+        "lateness", "name", "number", "places", "queued", "reserved", "retrying", "settings", "tenant", "waiters", "wanted_elsewhere",
     )  # fmt: skip
 
     def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int, spilling: dict[QueueMemory, None]) -> None:
@@ -39,12 +39,14 @@ class QueueMemory:
         self.settings = QueueSettings()
         self.cells = [0] * CELL_COUNT  # stored jobs by status and priority, all groups of this node
         self.retrying = [0] * PRIORITY_COUNT  # of them: retries whose time has not come
-        self.reserved = 0  # taken from a ready queue, claim not yet applied
+        self.reserved = 0  # taken from a ready queue, and not yet told what became of the claim
         # QUEUED jobs, spilled ones included: one more with each record made ready, one less with each job that leaves. Records whose
         # job has left stay in a ready queue until they are taken, so those cannot be asked.
         self.queued = [0] * PRIORITY_COUNT
         self._queued_of: dict[int, list[int]] = {}  # the same by group
         self.waiters: dict[Waiter, None] = {}  # in order of arrival
+        self.places = 0  # jobs that they take, all together
+        self.wanted_elsewhere = 0  # nodes with waiters that jobs of this one may be offered to
         self.lateness: deque[tuple[int, int]] = deque(maxlen=_LATENESS_SAMPLES_MAX)  # (started, lateness) ms
         self._ready: list[ReadyQueue | None] = [None] * (2 * PRIORITY_COUNT)
         self._ready_max = ready_max
@@ -104,12 +106,28 @@ class QueueMemory:
     def leave_queued(self, group: int, priority: int, count: int = 1) -> None:
         """QUEUED jobs moved on; their records stay behind, and are dropped when they are taken."""
         self.queued[priority] -= count
-        self._queued_of[group][priority] -= count
+        # One that became due and moved on in a single entry leaves before that entry's records come.
+        self._of_group(group)[priority] -= count
+
+    def _of_group(self, group: int) -> list[int]:
+        counts = self._queued_of.get(group)
+        if counts is None:
+            counts = self._queued_of[group] = [0] * PRIORITY_COUNT
+        return counts
 
     @property
     def ready_count(self) -> int:
         """Records at hand in memory, stale ones included."""
         return sum(len(queue) for queue in self._ready if queue is not None)
+
+    def head(self) -> tuple[int, int] | None:
+        """(lane, fire_at) of the record that is taken next, its priority apart; None where none is at hand."""
+        for lane in (Lane.PRECISE, Lane.FLEXIBLE):
+            queues = self._ready[lane * PRIORITY_COUNT : (lane + 1) * PRIORITY_COUNT]
+            heads = [head[0] for queue in queues if queue is not None and (head := queue.head()) is not None]
+            if heads:
+                return int(lane), min(heads)
+        return None
 
     def may_take(self) -> int:
         """How many jobs pause, concurrency and rate allow now. O(1): a full cap costs nothing to skip."""
@@ -141,7 +159,7 @@ class QueueMemory:
 
     def take(self, jobs_max: int) -> list[tuple[int, bytes]]:
         """Reserve up to `jobs_max` ready records: (lane, packed records), precise before flexible, then by priority shares, then
-        by fire_at. Each reservation ends with the effect of its claim, or by `put_back` or `drop_reserved`."""
+        by fire_at. Each reservation ends with the answer to its claim, or by `put_back` or `drop_reserved`."""
         wanted = min(jobs_max, self.may_take())
         taken: list[tuple[int, bytes]] = []
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
@@ -189,10 +207,7 @@ class QueueMemory:
         """Take records of a group's jobs that have become QUEUED."""
         count = len(records) // RECORD_BYTES
         self.queued[priority] += count
-        of_group = self._queued_of.get(group)
-        if of_group is None:
-            of_group = self._queued_of[group] = [0] * PRIORITY_COUNT
-        of_group[priority] += count
+        self._of_group(group)[priority] += count
         queue = self.ready_queue(lane, priority)
         queue.push_batch(records)
         self._note_spill(queue)

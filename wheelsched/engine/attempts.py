@@ -5,6 +5,7 @@ A token is (attempt, fencing): it counts while the job is leased under exactly t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -22,7 +23,7 @@ from wheelsched.engine.context import (
     SUCCEEDED,
     Context,
 )
-from wheelsched.model.commands import Claim, Complete, Expire, Extend, Release, Reply
+from wheelsched.model.commands import AnyCommand, Claim, Complete, Expire, Extend, Release, Reply
 from wheelsched.model.rows import JobState
 from wheelsched.model.states import Outcome, Status
 
@@ -52,8 +53,25 @@ class _Token(Protocol):
 
 def claim(context: Context, command: Claim) -> Reply:
     """Lease each job that is seen QUEUED at the version named; None where another claim, a cancel or a deadline was first."""
-    lease_ms, worker = command.lease_ms, command.worker
-    return Reply(states=tuple([_claim_one(context, job_id, version, lease_ms, worker) for job_id, version in command.jobs]))
+    jobs, lease_ms, worker = command.jobs, command.lease_ms, command.worker
+    states: list[JobState | None] = []
+    while len(states) < len(jobs):
+        if len(jobs) > 1:
+            states += _claim_run(context, command, len(states))
+        if len(states) < len(jobs):
+            states.append(_claim_one(context, *jobs[len(states)], lease_ms, worker))
+    return Reply(states=tuple(states))
+
+
+def _claim_run(context: Context, command: Claim, start: int) -> list[JobState]:
+    """Those from `start` on with which nothing is unusual, at once."""
+    group_state = context.group_state
+    stamps = (context.stamp_ms, context.time_ms, group_state.watermark_ms)
+    befores, afters = context.txn.claim_many(command.jobs, start, stamps, group_state.fencing, command.lease_ms, command.worker)
+    if afters:
+        group_state.fencing += len(afters)
+        context.changed_many("claim", befores, afters)
+    return afters
 
 
 def _claim_one(context: Context, job_id: bytes, version: int, lease_ms: int, worker: str) -> JobState | None:
@@ -87,6 +105,14 @@ def complete(context: Context, command: Complete) -> Reply:
         error=command.error, result=command.result, retry_after_ms=command.retry_after_ms,
     )  # fmt: skip
     return Reply(state=after)
+
+
+def succeed_run(context: Context, commands: Sequence[AnyCommand], start: int) -> list[Reply]:
+    """`complete` for the successes from `start` on with which nothing is unusual, at once; as many replies."""
+    befores, afters = context.txn.succeed_many(commands, start, context.time_ms)
+    if afters:
+        context.changed_many("succeeded", befores, afters)
+    return [Reply(state=state) for state in afters]
 
 
 def _complete_again(context: Context, command: Complete) -> Reply:

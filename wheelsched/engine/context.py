@@ -10,10 +10,11 @@ from msgspec.structs import replace
 from wheelsched.core import limits
 from wheelsched.core.ids import format_job_id, spread_hash
 from wheelsched.core.invariants import invariant
+from wheelsched.engine.rows import tally_moves
 from wheelsched.engine.transaction import Transaction
 from wheelsched.model import keys
 from wheelsched.model.commands import Reply
-from wheelsched.model.effects import Effect, JobChanged
+from wheelsched.model.effects import Effect, JobChanged, JobsMoved
 from wheelsched.model.rows import (
     AttemptRow,
     DoneRow,
@@ -89,6 +90,15 @@ class Context:
             cells[before.status * _PRIORITIES + before.priority] -= 1
         cells[after.status * _PRIORITIES + after.priority] += 1
         self.effects.append(JobChanged(cause, before, after))
+
+    def changed_many(self, cause: str, befores: list[JobState], afters: list[JobState]) -> None:
+        """What `change` does beside storing the row, for many whose rows are stored."""
+        tallies = tally_moves(befores, afters, JobState)
+        for tenant, queue, before, after, priority, _, count in tallies:
+            cells = self.txn.counts(tenant, queue).cells
+            cells[before * _PRIORITIES + priority] -= count
+            cells[after * _PRIORITIES + priority] += count
+        self.effects.append(JobsMoved(cause, befores, afters, tallies))
 
     def forget(self, cause: str, before: JobState) -> None:
         """Delete the state row of a job that is gone."""

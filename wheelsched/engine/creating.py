@@ -9,16 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from wheelsched.core.ids import spread_hash
 from wheelsched.engine.context import Context
-from wheelsched.engine.rows import create_rows
-from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Create, Reply
 from wheelsched.model.effects import JobsCreated
-from wheelsched.model.rows import JobState, decode_spec
 
-_KINDS: Final = (Create, JobState)
-_CALLS: Final = (decode_spec, keys.queue_prefix, spread_hash)
 _PRIORITIES: Final = 3
 
 
@@ -33,10 +27,7 @@ def is_run(commands: Sequence[AnyCommand], start: int) -> bool:
 def create_run(context: Context, commands: Sequence[AnyCommand], start: int) -> list[Reply]:
     """Make the jobs of the run that begins at `start`; a reply for each."""
     txn = context.txn
-    stamps = (context.group, context.stamp_ms, context.time_ms, context.group_state.watermark_ms)
-    tallies: list[tuple[str, str, int, int]] = []
-    states = create_rows(commands, start, stamps, _KINDS, _CALLS, txn.writes[keys.JOBS], txn.writes[keys.INDEX], tallies)
-    txn.put_states(states)
+    states, tallies = txn.create_many(commands, start, (context.stamp_ms, context.time_ms, context.group_state.watermark_ms))
     for tenant, queue, priority, count in tallies:
         # SCHEDULED is status 0: its cells come first.
         assert priority < _PRIORITIES

@@ -91,14 +91,18 @@ def update(context: Context, command: Update) -> Reply:
     spec = decode_spec(spec_bytes)
     new_spec = _changed_spec(spec, command)
     after = _changed_state(context, before, spec, new_spec, command)
+    waits_for_schedule = before.run is not None and before.run.phase <= _BUFFERED
+    if waits_for_schedule:
+        # Also where its time is the one it had: unheld it would fire with neither a successor nor a look at what overlaps.
+        after = replace(after, held=True)
     new_payload = payload if command.payload is None else command.payload
     if after == before and new_spec == spec and new_payload == payload:
         return Reply(state=before, replayed=True)
-    if before.run is not None and before.run.phase <= _BUFFERED and _has_moved(before, after):
+    if before.run is not None and waits_for_schedule and _has_moved(before, after):
         if not schedules.take_away(context, before, command.successor):
             return Reply(schedules.OUTDATED, state=before)
         # Overlap is decided when its new time comes: it stays held.
-        after = replace(after, held=True, run=replace(before.run, phase=_SET))
+        after = replace(after, run=replace(before.run, phase=_SET))
     after = replace(after, version=before.version + 1, updated_at_ms=context.time_ms)
     context.drop_job(before)
     context.put_job(after, encode_spec(new_spec), new_payload)

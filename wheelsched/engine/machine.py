@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from wheelsched.core.invariants import invariant
-from wheelsched.engine import attempts, creating, jobs, meta, purge, schedules
+from wheelsched.engine import attempts, creating, jobs, meta, meta_members, purge, schedules
 from wheelsched.engine.context import CANCEL_REQUESTED, RETRYING, RUNNING, SCHEDULED, Context
 from wheelsched.engine.transaction import Transaction
 from wheelsched.model import commands as c
@@ -39,6 +39,8 @@ _HANDLERS: Final[dict[type[c.Command], Callable[[Context, Any], Reply]]] = {
     c.Rezone: schedules.rezone,
     c.StartRun: schedules.start_run,
     c.Backfill: schedules.backfill,
+    c.ChangeMembers: meta_members.change_members,
+    c.ReleaseHold: meta.release_hold,
 }
 # Commands with one job id whose state row they read; Create only where a key may have made the job before.
 _OF_ONE_JOB: Final = (c.Complete, c.Cancel, c.Update, c.Extend, c.Expire, c.Release, c.Redrive, c.Discard, c.RunNow)
@@ -65,10 +67,12 @@ class GroupMachine:
         replies: list[Reply] = []
         while len(replies) < len(commands):
             start = len(replies)
+            command = commands[start]
             if creating.is_run(commands, start):
                 replies += creating.create_run(context, commands, start)
+            elif type(command) is c.Complete and (ended := attempts.succeed_run(context, commands, start)):
+                replies += ended
             else:
-                command = commands[start]
                 replies.append(_HANDLERS[type(command)](context, command))
         return replies, context.effects
 

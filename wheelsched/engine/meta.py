@@ -1,4 +1,4 @@
-"""The meta group: which queues are known, and their settings."""
+"""The meta group: which queues are known, and their settings; whether the cluster is held."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from wheelsched.engine.context import Context
 from wheelsched.model import keys
-from wheelsched.model.commands import PauseQueue, PutQueue, Reply
-from wheelsched.model.effects import QueueChanged
+from wheelsched.model.commands import PauseQueue, PutQueue, ReleaseHold, Reply
+from wheelsched.model.effects import HoldReleased, QueueChanged
 from wheelsched.model.rows import QueueSettings, decode_queue, encode_row
 
 
@@ -25,6 +25,15 @@ def pause_queue(context: Context, command: PauseQueue) -> Reply:
     """Stop or go on with claims. A queue may be paused before its first job: pausing makes it known."""
     existing = _read(context, command.tenant, command.queue)
     return _write(context, command, existing, replace(existing or QueueSettings(), paused=command.paused))
+
+
+def release_hold(context: Context, command: ReleaseHold) -> Reply:
+    """Let a cluster that was restored held dispatch; `replayed` where it is not held."""
+    if context.txn.get(keys.META, keys.HOLD_KEY) is None:
+        return Reply(replayed=True)
+    context.txn.delete(keys.META, keys.HOLD_KEY)
+    context.effects.append(HoldReleased())
+    return Reply()
 
 
 def _read(context: Context, tenant: str, queue: str) -> QueueSettings | None:

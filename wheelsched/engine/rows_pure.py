@@ -73,16 +73,18 @@ def claim_rows(
     kind: type[JobState], states: dict[bytes, JobState | None], changed: dict[bytes, None], befores: list[JobState],
     afters: list[JobState], /,
 ) -> int:  # fmt: skip
-    """Lease the jobs from `start` on, as `attempts.claim` does, up to the first that is anything but plainly QUEUED at its version and
-    without a start deadline; returns where it stopped. `stamps`: stamp, time that dates rows, watermark; `fencing`: the last token
-    minted, one more is minted with each. New states go into `states` and `changed`."""
+    """Lease the jobs from `start` on, as `attempts.claim` does, up to the first that is anything but plainly QUEUED at its version,
+    without a start deadline and of no schedule; returns where it stopped.
+
+    `stamps`: stamp, time that dates rows, watermark; `fencing`: the last token minted, one more is minted with each. New states go into
+    `states` and `changed`."""
     stamp_ms, time_ms, watermark_ms = stamps
     for job_id, version in jobs[start:]:
         before = states.get(job_id)
         if before is None or before.status not in (0, 3) or before.held or before.start_deadline_ms >= 0:
             break
         due_at_ms = before.next_attempt_at_ms if before.status else before.fire_at_ms
-        if due_at_ms > watermark_ms or (version and version != before.version):
+        if due_at_ms > watermark_ms or (version and version != before.version) or before.run is not None:
             break
         fencing += 1
         after = replace(

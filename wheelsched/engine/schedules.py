@@ -112,9 +112,12 @@ def put_schedule(context: Context, command: PutSchedule) -> Reply:
     if not paused and _is_taken(context, existing.schedule_id, command.next, besides=course.next_job):
         return Reply(OUTDATED)
     _withdraw_next(context, course)
-    if not same_timing(existing, wanted) or paused or existing.paused:
-        # Instants of a pattern before its own version began, or while it stood still, are not missed ones.
+    if not same_timing(existing, wanted):
+        # Instants of a pattern before its own version began are not missed ones.
         course.decided_ms = context.stamp_ms
+    elif paused != existing.paused:
+        # Nor are those while it stood still; what was run or cancelled ahead of its time stays so.
+        course.decided_ms = max(course.decided_ms, context.stamp_ms)
     if existing.overlap == _ALLOW and wanted.overlap != _ALLOW:
         _adopt_runs(context, course)
     definition = replace(
@@ -148,6 +151,7 @@ def _store(context: Context, definition: Definition, course: Course, following: 
     """Write the definition, and the waiting occurrence where it is to have one."""
     course.version = definition.version
     course.zone = definition.zone
+    course.skip_count = 0  # what is left out from now on may be of another pattern
     context.txn.put(
         keys.SCHEDULES, keys.definition_key(context.group, definition.tenant, definition.name), encode_row(definition)
     )
@@ -265,7 +269,7 @@ def _offer(
 ) -> JobState | None:  # fmt: skip
     """Start it, let it wait, or leave it out, as the overlap policy says (vectors/README.md, "Offering"). None: left out."""
     if definition.shadow and cause != _MANUAL:
-        _leave(context, definition, course, before, at_ms, int(Reason.SHADOW))
+        _leave(context, definition, course, before, at_ms, int(Reason.SHADOW), record=cause != _BACKFILL)
         return None
     overlap = definition.overlap
     if overlap == _FORBID and course.runs:
@@ -510,6 +514,7 @@ def take_away(context: Context, before: JobState, successor: Successor | None) -
         assert successor is not None
         _take_next(context, course)
         course.decided_ms = max(course.decided_ms, run.scheduled_for_ms)
+        course.skip_count = 0
         _insert_next(context, definition, course, successor.next)
     context.txn.put_course(definition.tenant, definition.name, course)
     return True
@@ -558,33 +563,42 @@ def _leave(
     if before is not None and reason != Reason.SHADOW:
         _skip_job(context, before, reason)
         _count_skipped(context, definition, course, reason, 1, at_ms, at_ms)
+        course.skip_count = 0  # no record reaches over an occurrence that has a job
         return
+    was_moved = False
     if before is not None:
+        was_moved = before.run is not None and before.run.phase == _SET
         _withdraw(context, before)
     if record:
-        _leave_out(context, definition, course, at_ms, at_ms, 1, reason)
+        _leave_out(context, definition, course, at_ms, at_ms, 1, reason, alone=was_moved)
     else:
         _count_skipped(context, definition, course, reason, 1, at_ms, at_ms)
 
 
 def _leave_out(
-    context: Context, definition: Definition, course: Course, first_ms: int, last_ms: int, count: int, reason: int
-) -> None:
-    """Record occurrences without rows; the record before is extended where it says the same and nothing ran in between."""
-    group, txn, schedule_id = context.group, context.txn, definition.schedule_id
-    if course.skip_count and course.skip_reason == reason and course.last_at_ms < course.skip_from_ms <= first_ms:
-        course.skip_count += count
+    context: Context, definition: Definition, course: Course, first_ms: int, last_ms: int, count: int, reason: int,
+    *, alone: bool = False,
+) -> None:  # fmt: skip
+    """Record occurrences without rows; the record before is extended where it says the same and no job lies in between. `alone`: of
+    one that had been moved, which comes after later ones; theirs goes on without it."""
+    if not alone and course.skip_count and course.skip_reason == reason and course.last_at_ms < course.skip_from_ms <= first_ms:
+        row = SkipRow(course.skip_from_ms, last_ms, course.skip_count + count, reason)
     else:
-        course.skip_from_ms, course.skip_count, course.skip_reason = first_ms, count, reason
-        course.skip_row_count += 1
-        if course.skip_row_count > SKIP_ROWS_MAX:
-            prefix = keys.skips_prefix(group, schedule_id)
-            for key, _ in txn.scan(keys.SCHEDULES, prefix, keys.prefix_end(prefix), 1):
-                txn.delete(keys.SCHEDULES, key)
-                course.skip_row_count -= 1
-    row = SkipRow(course.skip_from_ms, last_ms, course.skip_count, reason)
-    txn.put(keys.SCHEDULES, keys.skip_key(group, schedule_id, course.skip_from_ms), encode_row(row))
+        row = SkipRow(first_ms, last_ms, count, reason)
+        _make_room_for_record(context, definition, course)
+    if not alone:
+        course.skip_from_ms, course.skip_count, course.skip_reason = row.from_ms, row.count, reason
+    context.txn.put(keys.SCHEDULES, keys.skip_key(context.group, definition.schedule_id, row.from_ms), encode_row(row))
     _count_skipped(context, definition, course, reason, count, first_ms, last_ms)
+
+
+def _make_room_for_record(context: Context, definition: Definition, course: Course) -> None:
+    course.skip_row_count += 1
+    if course.skip_row_count > SKIP_ROWS_MAX:
+        prefix = keys.skips_prefix(context.group, definition.schedule_id)
+        for key, _ in context.txn.scan(keys.SCHEDULES, prefix, keys.prefix_end(prefix), 1):
+            context.txn.delete(keys.SCHEDULES, key)
+            course.skip_row_count -= 1
 
 
 def _count_skipped(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
-from wheelsched.engine.rows import state_rows
+from wheelsched.core.ids import spread_hash
+from wheelsched.engine.rows import claim_rows, create_rows, state_rows, succeed_rows
 from wheelsched.model import keys
+from wheelsched.model.commands import AnyCommand, Complete, Create
 from wheelsched.model.rows import (
     FORMAT,
     JobState,
     QueueCounts,
     decode_counts,
     decode_course,
+    decode_spec,
     decode_state,
     encode_body,
     encode_row,
 )
 from wheelsched.model.schedules import Course
+
+_CREATE_CALLS: Final = (decode_spec, keys.queue_prefix, spread_hash)
+_SUCCEED_CALLS: Final = (encode_body, keys.queue_prefix)
 
 
 class StateReader(Protocol):
@@ -39,14 +45,16 @@ class Transaction:
     """
 
     __slots__ = (
-        "_changed", "_changed_courses", "_counts", "_courses", "_encoded", "_kept_counts", "_loaded", "_reader", "_states", "group", "ranges",
-        "writes",
+        "_changed", "_changed_courses", "_counts", "_courses", "_encoded", "_kept_counts", "_kept_rows", "_kept_states", "_loaded",
+        "_reader", "_states", "group", "ranges", "writes",
     )  # fmt: skip
 
     def __init__(
-        self, group: int, reader: StateReader, kept_counts: dict[tuple[str, str], QueueCounts] | None = None
-    ) -> None:
-        """`kept_counts`: the group's counts as applied last, kept by the caller from entry to entry and brought up to date here."""
+        self, group: int, reader: StateReader, kept_counts: dict[tuple[str, str], QueueCounts] | None = None,
+        kept_states: dict[bytes, JobState] | None = None, kept_rows: dict[bytes, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        """`kept_counts`: the group's counts as applied last, kept by the caller from entry to entry and brought up to date here.
+        `kept_states`, `kept_rows`: of leased jobs by id, the state as applied last and the job row; only read here."""
         self.group = group
         self._reader = reader
         self._states: dict[bytes, JobState | None] = {}
@@ -56,6 +64,8 @@ class Transaction:
         self._courses: dict[tuple[str, str], Course | None] = {}
         self._changed_courses: dict[tuple[str, str], None] = {}
         self._kept_counts = {} if kept_counts is None else kept_counts
+        self._kept_states = {} if kept_states is None else kept_states
+        self._kept_rows = {} if kept_rows is None else kept_rows
         self._loaded: dict[str, dict[bytes, bytes | None]] = {}
         self.writes: dict[str, dict[bytes, bytes | None]] = {family: {} for family in keys.STATE_FAMILIES}
         self.ranges: list[tuple[str, bytes, bytes]] = []
@@ -82,7 +92,15 @@ class Transaction:
         loaded = self._loaded.get(family)
         if loaded is not None and key in loaded:
             return loaded[key]
+        if family == keys.JOBS and (row := self._kept_row(key)) is not None:
+            return row
         return self._reader.get(family, key)
+
+    def _kept_row(self, key: bytes) -> bytes | None:
+        _, lane, fire_at_ms, job_id = keys.parse_job_key(key)
+        row, state = self._kept_rows.get(job_id), self._kept_states.get(job_id)
+        is_its = row is not None and state is not None and state.lane == lane and state.fire_at_ms == fire_at_ms
+        return row if is_its else None
 
     def put(self, family: str, key: bytes, value: bytes) -> None:
         self.writes[family][key] = value
@@ -118,6 +136,10 @@ class Transaction:
         states = self._states
         if job_id in states:
             return states[job_id]
+        kept = self._kept_states.get(job_id)
+        if kept is not None:
+            states[job_id] = kept
+            return kept
         row = self._reader.get(keys.STATE, keys.state_key(self.group, job_id))
         state = states[job_id] = None if row is None else decode_state(row)
         return state
@@ -129,11 +151,45 @@ class Transaction:
         if self._encoded:
             self._encoded.pop(job_id, None)
 
-    def put_states(self, states: Sequence[JobState]) -> None:
-        """The same for many that are not None."""
+    # Many jobs at once: see rows_pure.py for which of them are taken and where each call stops.
+
+    def create_many(
+        self, commands: Sequence[AnyCommand], start: int, stamps: tuple[int, int, int]
+    ) -> tuple[list[JobState], list[tuple[str, str, int, int]]]:
+        """(states made, how many as (tenant, queue, priority, count)). `stamps`: stamp, time that dates rows, watermark."""
+        tallies: list[tuple[str, str, int, int]] = []
+        writes = self.writes
+        states = create_rows(
+            commands, start, (self.group, *stamps), (Create, JobState), _CREATE_CALLS, writes[keys.JOBS], writes[keys.INDEX], tallies
+        )
         by_id = {state.job_id: state for state in states}
         self._states.update(by_id)
         self._changed.update(dict.fromkeys(by_id))
+        for job_id in self._encoded.keys() & by_id.keys() if self._encoded else ():
+            del self._encoded[job_id]
+        return states, tallies
+
+    def claim_many(
+        self, jobs: Sequence[tuple[bytes, int]], start: int, stamps: tuple[int, int, int], fencing: int, lease_ms: int, worker: str
+    ) -> tuple[list[JobState], list[JobState]]:
+        """States before and after, of as many jobs as were claimed."""
+        befores: list[JobState] = []
+        afters: list[JobState] = []
+        claim_rows(jobs, start, stamps, fencing, lease_ms, worker, JobState, self._states, self._changed, befores, afters)
+        for state in afters if self._encoded else ():
+            self._encoded.pop(state.job_id, None)
+        return befores, afters
+
+    def succeed_many(self, commands: Sequence[AnyCommand], start: int, time_ms: int) -> tuple[list[JobState], list[JobState]]:
+        """States before and after, of as many jobs as have succeeded."""
+        befores: list[JobState] = []
+        afters: list[JobState] = []
+        writes = self.writes
+        succeed_rows(
+            commands, start, self.group, time_ms, (Complete, JobState), _SUCCEED_CALLS, self._states, self._changed, self._encoded,
+            self._kept_states, self._kept_rows, writes[keys.JOBS], writes[keys.INDEX], writes[keys.DONE], befores, afters,
+        )  # fmt: skip
+        return befores, afters
 
     def counts(self, tenant: str, queue: str) -> QueueCounts:
         """The queue's counts, to be changed in place and written when the transaction ends."""

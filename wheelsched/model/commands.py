@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from wheelsched.model.members import GroupRow, MemberRow
 from wheelsched.model.rows import JobState
 from wheelsched.model.schedules import NextRun, Successor
 
@@ -251,9 +252,27 @@ class Backfill(Command, frozen=True, tag="B"):
     actor: str = ""
 
 
+class ChangeMembers(Command, frozen=True, tag="A"):
+    """Meta group: write rows of members and groups, all or none, decided on `if_version` of them. 0: the first ones, of a new cluster."""
+
+    if_version: int
+    members: list[MemberRow] = []
+    groups: list[GroupRow] = []
+    cluster_id: bytes = b""  # the last two: with the first rows
+    replication_factor: int = 0
+    actor: str = ""
+
+
+class ReleaseHold(Command, frozen=True, tag="H"):
+    """Meta group: a cluster that was restored held dispatches from now on."""
+
+    actor: str = ""
+
+
 AnyCommand = (
     Create | Update | Cancel | Fire | Claim | Complete | Extend | Expire | Release | Redrive | Discard | RunNow | Purge
     | PutQueue | PauseQueue | PutSchedule | DropSchedule | PauseSchedule | Occur | Rezone | StartRun | Backfill
+    | ChangeMembers | ReleaseHold
 )  # fmt: skip
 
 

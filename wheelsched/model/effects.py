@@ -25,6 +25,16 @@ class JobsCreated(msgspec.Struct, frozen=True, gc=False):
     states: list[JobState]
 
 
+class JobsMoved(msgspec.Struct, frozen=True, gc=False):
+    """Many jobs changed for one cause, "claim" or "succeeded": as so many `JobChanged(cause, before, after)`. `tallies`: how many moved
+    alike, as (tenant, queue, status before, after, priority, lane, count)."""
+
+    cause: str
+    befores: list[JobState]
+    afters: list[JobState]
+    tallies: list[tuple[str, str, int, int, int, int, int]]
+
+
 class Fired(msgspec.Struct, frozen=True, gc=False):
     """The group's watermark now stands at `watermark_ms`."""
 
@@ -56,4 +66,8 @@ class OccurrencesSkipped(msgspec.Struct, frozen=True, gc=False):
     to_ms: int
 
 
-Effect = JobChanged | JobsCreated | Fired | QueueChanged | ScheduleChanged | OccurrencesSkipped
+class HoldReleased(msgspec.Struct, frozen=True, gc=False):
+    """The cluster was held after a restore and dispatches from now on; of the meta group."""
+
+
+Effect = JobChanged | JobsCreated | JobsMoved | Fired | QueueChanged | ScheduleChanged | OccurrencesSkipped | HoldReleased

@@ -122,6 +122,10 @@ def prefix_end(prefix: bytes) -> bytes:
     return stripped[:-1] + bytes((stripped[-1] + 1,)) if stripped else b""
 
 
+# META family: there as long as a restored cluster is held (nothing is dispatched); a format byte, and the backup's id.
+HOLD_KEY: Final = _GROUP.pack(META_GROUP) + b"h"
+
+
 def queue_row_key(tenant: str, queue: str) -> bytes:
     """META family: one row per known queue."""
     return b"%bq%b\0%b" % (_GROUP.pack(META_GROUP), tenant.encode(), queue.encode())

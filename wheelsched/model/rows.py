@@ -161,7 +161,8 @@ encode_body = _encode  # a row without its format byte, for those that put it th
 
 
 def _body(row: bytes) -> memoryview:
-    invariant(row[:1] == FORMAT, "row_format_known", first_byte=row[:1])
+    if row[:1] != FORMAT:
+        invariant(False, "row_format_known", first_byte=row[:1])
     return memoryview(row)[1:]
 
 

@@ -102,6 +102,7 @@ async def _open(
         local, made[0], transport.request, lambda: [peer.node for peer in transport.statistics().peers], beside=running,
         clock_guard=ClockGuard(clock, transport.offsets),
     )  # fmt: skip
+    face.peer_statistics = lambda: transport.statistics().peers
     assert gate.bootstrap is not None
     face.membership = MembershipParts(
         store, identity, transport, made[0], groups, clock, face.propose, gate.bootstrap, release=__version__

@@ -10,11 +10,12 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from wheelsched.backup import Slice
 from wheelsched.cluster.frames import BODY_BYTES_MAX
 from wheelsched.core.errors import BY_CODE, InvalidRequest, NotLeader, WheelschedError
 from wheelsched.core.ids import group_of
 from wheelsched.core.limits import CLAIM_JOBS_MAX, PAYLOAD_BYTES_DEFAULT
-from wheelsched.model.commands import AnyCommand, Cancel, ChangeMembers, Create, PutSchedule, Reply, RunNow, Update
+from wheelsched.model.commands import AnyCommand, Cancel, ChangeMembers, Create, PutSchedule, ReleaseHold, Reply, RunNow, Update
 from wheelsched.model.keys import META_GROUP
 from wheelsched.model.rows import AttemptRow, QueueSettings
 from wheelsched.model.schedules import Definition
@@ -99,6 +100,7 @@ LIST_RUNS: Call[RunPage | None] = Call("list_runs", tuple[str, str, bytes | None
 FORECAST: Call[list[tuple[int, str, int]]] = Call(
     "forecast", tuple[list[int], str, int, int], list[tuple[int, str, int]], is_safe=True
 )
+READ_BACKUP: Call[Slice] = Call("read_backup", tuple[int, bytes, int], Slice)
 RELOAD_ZONES: Call[ZonesReloaded] = Call("reload_zones", tuple[()], ZonesReloaded, is_safe=True)
 
 
@@ -210,6 +212,10 @@ class Service:
             self.require(group)
         return await self._node.forecast_of(groups, tenant, from_ms=from_ms, to_ms=to_ms)
 
+    async def read_backup(self, group: int, reader: bytes, sequence: int) -> Slice:
+        self.require(group)
+        return await self._node.views.read(group, reader, sequence)
+
     async def reload_zones(self) -> ZonesReloaded:
         return await self._node.reload_zones()
 
@@ -255,8 +261,8 @@ def error_of(answer: Answer) -> WheelschedError:
 
 
 def group_of_command(command: AnyCommand, group_count: int) -> int:
-    """Of a command on one job, or on the members of the cluster."""
-    if isinstance(command, ChangeMembers):
+    """Of a command on one job, or on the cluster as a whole."""
+    if isinstance(command, (ChangeMembers, ReleaseHold)):
         return META_GROUP
     return group_of(command.job_id, group_count)  # type: ignore[union-attr]
 

@@ -17,19 +17,34 @@ from typing import Any, Final, TypeVar
 import msgspec
 import structlog
 
+from wheelsched.backup import Slice
 from wheelsched.cluster.admin import ClusterAdmin
 from wheelsched.cluster.membership import Removed
 from wheelsched.cluster.parts import MembershipParts
+from wheelsched.cluster.transport import PeerStatistics
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import NotFound, OutcomeUnknown, Unavailable, WheelschedError
 from wheelsched.core.ids import group_of
 from wheelsched.core.settings import Settings
 from wheelsched.model import keys
-from wheelsched.model.commands import AnyCommand, Cancel, Complete, Create, PauseQueue, PutQueue, Release, Reply, RunNow, Update
+from wheelsched.model.commands import (
+    AnyCommand,
+    Cancel,
+    Complete,
+    Create,
+    PauseQueue,
+    PutQueue,
+    Release,
+    ReleaseHold,
+    Reply,
+    RunNow,
+    Update,
+)
 from wheelsched.model.rows import AttemptRow, QueueSettings, encode_row
 from wheelsched.model.schedules import Definition
 from wheelsched.model.states import Status
 from wheelsched.node import calls
+from wheelsched.node.backup import Backups
 from wheelsched.node.calls import Answer, Call, Service
 from wheelsched.node.clock_guard import ClockGuard
 from wheelsched.node.face import (
@@ -114,6 +129,7 @@ class ClusterNode:
         self.rng: Rng = local.rng
         self.replicas = replicas
         self.membership: MembershipParts | None = None  # set before `run`
+        self.peer_statistics: Callable[[], Sequence[PeerStatistics]] = tuple  # what `/status` tells of the other nodes
         self._own_id = replicas.node_id
         self._request = request
         self._peers = peers
@@ -126,6 +142,10 @@ class ClusterNode:
         self._stop = asyncio.Event()
         self._beside = beside
         self._clock_guard = clock_guard
+        self.backups = Backups(
+            self.settings, self.clock, self.rng, self._read_backup,
+            cluster_id=lambda: self.membership.cluster_id if self.membership is not None else b"",
+        )  # fmt: skip
         self.remote_claims = RemoteClaims(local, request, peers, self.clock, self.rng, self.give_back)
         local.on_office = self._gossip_wake.set
         local.propose_later = self._propose_later
@@ -144,10 +164,11 @@ class ClusterNode:
                 tasks.create_task(self.remote_claims.run(), name="remote claims"),
                 tasks.create_task(self._keep_members(), name="membership"),
             ]
+            # They read the store: none of them may run once more when it is closed.
+            self.local.on_close = lambda: _cancel(others)
             beside = {self._beside} if self._beside is not None else set()
             await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
-            for task in (*others, *beside):
-                task.cancel()
+            _cancel((*others, *beside))
             if not running.done():  # the transport broke
                 running.cancel()
                 await asyncio.wait(beside)
@@ -183,6 +204,7 @@ class ClusterNode:
     def drain(self) -> None:
         """Refuse new work and answer every long poll; what is under way goes on."""
         self.local.drain()
+        self.backups.drain()
         self.remote_claims.drain()
 
     def stop(self) -> None:
@@ -462,6 +484,15 @@ class ClusterNode:
         zones = sorted({zone for each in found for zone in each.zones})
         return ZonesReloaded(found[0].version, tuple(zones), sum(each.moved for each in found))
 
+    # Backup and restore.
+
+    async def _read_backup(self, group: int, reader: bytes, sequence: int) -> Slice:
+        return await self._ask(group, calls.READ_BACKUP, group, reader, sequence)
+
+    async def release_hold(self, *, actor: str) -> bool:
+        (reply,) = await self._propose([(keys.META_GROUP, ReleaseHold(actor))])
+        return not reply.replayed
+
     def _schedule_group(self, tenant: str, name: str) -> int:
         return self.local.dispatcher.group_of_schedule(tenant, name)
 
@@ -485,7 +516,10 @@ class ClusterNode:
 
     def status(self) -> dict[str, Any]:
         readiness = self.readiness()
-        return self.local.status() | {"ready": readiness.ready, "reasons": list(readiness.reasons), "led": list(self.local.dispatcher.led)}
+        return self.local.status() | {
+            "ready": readiness.ready, "reasons": list(readiness.reasons), "led": list(self.local.dispatcher.led),
+            "peers": [_peer_status(peer) for peer in self.peer_statistics()],
+        }  # fmt: skip
 
     def render_metrics(self) -> tuple[bytes, str]:
         return self.local.render_metrics()
@@ -495,6 +529,21 @@ class ClusterNode:
 _AGAIN: Final = frozenset({calls.NOT_LEADER, Unavailable.code, OutcomeUnknown.code})
 _UNKNOWN: Final = Answer(None, OutcomeUnknown.code, "not answered")
 _NO_LEADER: Final = Answer(None, calls.NOT_LEADER, "no node leads the job's group at the moment; try again in a second")
+
+
+def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+def _peer_status(peer: PeerStatistics) -> dict[str, Any]:
+    """Messages and bytes count from the start of this process; `dropped_messages`: for want of a connection or of room."""
+    return {
+        "node": peer.name, "connected": peer.connected, "accepted": peer.accepted, "connects": peer.connects,
+        "sent_messages": peer.sent_messages, "sent_bytes": peer.sent_bytes, "received_messages": peer.received_messages,
+        "received_bytes": peer.received_bytes, "dropped_messages": peer.dropped_messages, "queued_bytes": peer.queued_bytes,
+        "round_trip_ms": peer.round_trip_ms, "clock_offset_ms": peer.clock_offset_ms, "last_refusal": peer.last_refusal,
+    }  # fmt: skip
 
 
 def _told(answer: Answer) -> Answer:

@@ -20,6 +20,7 @@ from wheelsched.model.commands import AnyCommand, Reply
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, QueueSettings
 from wheelsched.model.schedules import Course, Definition, SkipRow
 from wheelsched.model.states import Status
+from wheelsched.node.backup import Backups
 
 __all__ = [
     "BackfillCounts", "ClaimedJob", "HeartbeatReply", "JobFilter", "JobPage", "JobRecord", "MinuteForecast", "NodeFace", "Preview",
@@ -268,6 +269,15 @@ class NodeFace(Protocol):
 
     @property
     def clock_is_virtual(self) -> bool: ...
+
+    @property
+    def backups(self) -> Backups:
+        """Backups written by this node."""
+        ...
+
+    async def release_hold(self, *, actor: str) -> bool:
+        """Let a cluster that was restored held dispatch from now on; False where it was not held."""
+        ...
 
     def readiness(self) -> Readiness: ...
 

@@ -12,6 +12,7 @@ import structlog
 from msgspec.structs import replace
 
 from wheelsched import __version__
+from wheelsched.backup import Views
 from wheelsched.cluster.admin import ClusterAdmin
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import NotFound, QuotaExceeded, StaleLease, Unavailable
@@ -33,6 +34,7 @@ from wheelsched.model.commands import (
     PauseQueue,
     PutQueue,
     PutSchedule,
+    ReleaseHold,
     Reply,
     RunNow,
     StartRun,
@@ -54,6 +56,7 @@ from wheelsched.model.rows import (
 )  # fmt: skip
 from wheelsched.model.schedules import Definition
 from wheelsched.model.states import FINAL, LEASED, Status, status_of
+from wheelsched.node.backup import Backups
 from wheelsched.node.face import (
     BackfillCounts,
     ClaimedJob,
@@ -92,6 +95,7 @@ STUCK_MS = 5_000
 ZONES_SETTLE_S = 2.0
 # A node that can talk but not write is worse than none: whoever waits for it would wait for ever.
 SYNC_STALL_MS = 30_000
+HELD = "restored and held: nothing is dispatched; look, then `wheelsched restore --release` (POST /v1/hold:release)"
 # Steps of a virtual clock without getting anywhere mean a bug, not a busy year.
 STANDSTILL_STEPS_MAX = 100_000
 
@@ -134,9 +138,12 @@ class Node:
             record_queue=self.note_queue, complete=self._complete_record,
         )  # fmt: skip
         self._listing = Listing(store, self._heads, self._complete_record, self._finished_record)
+        self.views = Views(store)
+        self.backups = Backups(settings, clock, rng, self.views.read)
         self._lag = LoopLag()
         self._recorded_queues: set[tuple[str, str]] = set()
         self.on_office: Callable[[], None] = lambda: None  # told whenever this node leads another group, or one less
+        self.on_close: Callable[[], None] = lambda: None  # told right before the store is closed, to whoever else reads it
         # Commands that nobody waits for and that may be repeated; a node of several sends them to whoever leads.
         self.propose_later: Callable[[int, AnyCommand], None] = self._propose_here
         self._started = False
@@ -180,6 +187,7 @@ class Node:
                 self.replicas.stop()
                 await replicas
         finally:
+            self.on_close()
             self.replicas.abort()
             self._store.close()
 
@@ -187,6 +195,7 @@ class Node:
         """Refuse new work and answer every long poll; what is under way goes on."""
         if not self._draining:
             self._draining = True
+            self.backups.drain()
             log.info("node_draining", waiters=self.dispatcher.claims.waiter_count)
             self.dispatcher.claims.drain(list(self.dispatcher.queues))
 
@@ -530,6 +539,12 @@ class Node:
             except (OSError, ValueError) as error:
                 log.warning("zones_unreadable", error=str(error), remedy="repair the time-zone data; the one in memory stays in use")
 
+    # After a restore.
+
+    async def release_hold(self, *, actor: str) -> bool:
+        (reply,) = await asyncio.shield(self.replicas.propose(keys.META_GROUP, ReleaseHold(actor), urgent=True).future)
+        return not reply.replayed
+
     # The virtual clock.
 
     @property
@@ -564,6 +579,8 @@ class Node:
             reasons.append("the disk is nearly full: new jobs are refused")
         if not self.clock_is_virtual and self.clock.mono_ms() - self.dispatcher.firing.swept_at_mono_ms > STUCK_MS:
             reasons.append("the dispatcher has not looked at its timers for 5 s")
+        if self.dispatcher.held:
+            reasons.append(HELD)
         return Readiness(not reasons, tuple(reasons))
 
     def status(self) -> dict[str, Any]:
@@ -580,6 +597,7 @@ class Node:
             "uptime_s": round(time.time() - self._started_at, 3),
             "clock": "virtual" if self.clock_is_virtual else "real",
             "loaded": self.dispatcher.is_loaded,
+            "held": self.dispatcher.held,
             "queues": len(self.dispatcher.queues),
             "time_zone_data": self._schedules.zone_version,
             "timers": {"count": dispatch.timers, "bytes": dispatch.timer_bytes},

@@ -13,7 +13,7 @@ demand. That a node was told something it could not hear shows within a second, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,116 +21,43 @@ import msgspec
 import structlog
 
 from wheelsched.core.clock import Clock, Rng
-from wheelsched.core.errors import OutcomeUnknown, Unavailable, WheelschedError
-from wheelsched.dispatch.claims import Taken, Waiter
-from wheelsched.dispatch.queues import RECORD_BYTES, QueueMemory
-from wheelsched.node.calls import CLAIM_NOW, Call, split_to_fit
+from wheelsched.dispatch.claims import Waiter
+from wheelsched.dispatch.queues import QueueMemory
+from wheelsched.node.calls import CLAIM_NOW
 from wheelsched.node.face import ClaimedJob
 from wheelsched.node.node import Node
+from wheelsched.node.offers import (
+    DELIVER,
+    DEMAND,
+    NO_ANSWER,
+    OFFER,
+    RENEW_MS,
+    WITHDRAW,
+    Delivery,
+    Grant,
+    Granted,
+    Hint,
+    Offer,
+    Offers,
+    Request,
+)
 
 TICK_MS: Final = 250
-RENEW_MS: Final = 1_000
-DEMAND_MS: Final = 3_000
 # A queue somebody claimed from is asked about for this long, so that the next claim knows whose jobs are the oldest.
 INTEREST_MS: Final = 5_000
-OFFER_MS: Final = 250
-# Jobs put aside for one node at a time; what it takes in a round trip, and little enough to be given back without harm.
-OFFER_JOBS_MAX: Final = 1_000
-# A node that left an offer unanswered is offered nothing for as long.
-QUIET_MS: Final = 1_000
 # Longer than an election: a promise outlives a change of leaders in one of the groups it is served from.
 PROMISE_MS: Final = 2_000
-DELIVER_MS: Final = 1_000
-# A delivery is asked for again until its answer comes: the other side remembers what it answered, and for longer than that.
-DELIVER_TRIES_MS: Final = 5_000
-DELIVER_AGAIN_MS: Final = 50
+# Longer than a delivery is asked for again.
 ANSWERS_KEPT_MS: Final = 30_000
 # A claim that asks another node waits for its log, not for jobs.
 CLAIM_MS: Final = 2_000
-# How long workers of another node may wait while those here are served.
-STARVED_MS: Final = 1_000
 HINT_MS: Final = 1_500
 # Another node's jobs come first where they are older by this much; asking it costs a round trip.
 AHEAD_MS: Final = 250
 
-# A node that did not answer, refused, or answered what cannot be read, since it runs another release.
-_NO_ANSWER: Final = (WheelschedError, msgspec.DecodeError)
-
 log = structlog.get_logger()
 
-Request = Callable[[int, str, bytes, int], Awaitable[bytes]]
-
-
-class Hint(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What a node has ready in a queue: how many may be taken, and lane and `fire_at` of the first of them, -1 for none."""
-
-    ready: int
-    lane: int = -1
-    fire_at_ms: int = -1
-
-
-class Offer(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Jobs that are put aside. `number`: the sender's, by which it withdraws the offer."""
-
-    number: int
-    tenant: str
-    queue: str
-    count: int
-
-
-class Grant(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one waiter takes of an offer."""
-
-    promise: int
-    jobs_max: int
-    lease_ms: int | None
-    worker: str
-
-
-class Granted(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The answer to an offer. `epoch`: which life of the process promised it; `places`: what is still wanted beyond it."""
-
-    epoch: int
-    places: int
-    grants: list[Grant]
-
-
-class Delivery(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """The leased jobs of one grant; none where all had moved on."""
-
-    promise: int
-    jobs: list[ClaimedJob]
-
-
-DEMAND: Final[Call[list[Hint]]] = Call("demand", tuple[list[tuple[str, str, int]]], list[Hint], is_safe=True)
-OFFER: Final[Call[Granted]] = Call("offer", tuple[Offer], Granted)
-WITHDRAW: Final[Call[None]] = Call("withdraw", tuple[int], None, is_safe=True)
-# The promises nobody holds any more; None: made by another life of the process, if at all.
-DELIVER: Final[Call[list[int] | None]] = Call("deliver", tuple[int, list[Delivery]], list[int] | None, is_safe=True)
-
 _encode = msgspec.msgpack.Encoder().encode
-
-
-class _Demand:
-    """What one node wants of one queue, as this one knows."""
-
-    __slots__ = ("is_offered", "places", "quiet_until_ms", "since_ms", "stated", "until_ms")
-
-    def __init__(self) -> None:
-        self.places = 0
-        self.until_ms = 0
-        self.stated = 0  # times it was told
-        self.is_offered = False  # an offer to it is not answered yet
-        self.quiet_until_ms = 0
-        self.since_ms = 0  # wanting, and offered nothing
-
-    def is_open(self, now_ms: int) -> bool:
-        return self.places > 0 and not self.is_offered and now_ms < self.until_ms and now_ms >= self.quiet_until_ms
-
-    def want(self, places: int, now_ms: int) -> None:
-        if self.places <= 0:
-            self.since_ms = now_ms
-        self.places = places
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +111,7 @@ class RemoteClaims:
         self._epoch = rng.getrandbits(62)
         self._tasks: asyncio.TaskGroup | None = None
         self._draining = False
+        self._nodes: list[int] = []  # the others; looked up each tick, for a claim comes more often
         self._turn = 0
         # Of the waiters here.
         self._interest: dict[QueueMemory, int] = {}  # last claim, monotonic
@@ -195,10 +123,8 @@ class RemoteClaims:
         self._promises: dict[int, _Promise] = {}  # in the order in which they end
         self._promise_number = 0
         self._answered: dict[int, tuple[bool, int]] = {}  # promise -> (jobs were taken, when), in order
-        # Of the jobs here.
-        self._demand: dict[QueueMemory, dict[int, _Demand]] = {}  # the node that was offered something longest ago first
-        self._offer_number = 0
-        self._counts = {"offers": 0, "offers_unanswered": 0, "jobs_delivered": 0, "jobs_given_back": 0}
+        self._given_back = 0  # jobs
+        self.offers = Offers(self._claims, self._queues, request, clock, self._spawn, self.give_back)
         self._claims.elsewhere = self
 
     # Life.
@@ -207,37 +133,44 @@ class RemoteClaims:
         """Tell, offer, deliver, and forget what is over, until cancelled."""
         async with asyncio.TaskGroup() as self._tasks:
             try:
+                self.offers.is_closed = self._draining
                 renew_at_ms = 0
                 while True:
                     now_ms = self._clock.mono_ms()
+                    self._nodes = sorted(self._peers())
                     self._end_promises(now_ms)
                     if now_ms >= renew_at_ms:
                         renew_at_ms = now_ms + RENEW_MS
                         self._renew(now_ms)
                     await self._clock.sleep_until(now_ms + TICK_MS)
             finally:
+                self.offers.is_closed = True
                 self._tasks = None
 
     def drain(self) -> None:
         """Promise and offer nothing more, and answer the waiters that were promised something: what comes for them goes back."""
-        self._draining = True
+        self._draining = self.offers.is_closed = True
         for promise in self._promises.values():
             if not promise.waiter.future.done():
                 promise.waiter.future.set_result(None)
 
     def statistics(self) -> RemoteClaimStatistics:
-        wanted = sum(queue.wanted_elsewhere > 0 for queue in self._demand)
-        return RemoteClaimStatistics(**self._counts, promises=len(self._promises), queues_wanted=wanted)
+        offers = self.offers
+        return RemoteClaimStatistics(
+            offers=offers.made, offers_unanswered=offers.unanswered, jobs_delivered=offers.delivered,
+            jobs_given_back=self._given_back, promises=len(self._promises), queues_wanted=offers.wanted_count,
+        )  # fmt: skip
 
     async def answer(self, sender: int, method: str, body: bytes) -> bytes:
         """A call of another node, one of `METHODS`."""
         match method:
             case DEMAND.name:
-                return _encode(self.on_demand(sender, *DEMAND.decode(body)))
+                return _encode(self.offers.on_demand(sender, *DEMAND.decode(body)))
             case OFFER.name:
                 return _encode(self.on_offer(sender, *OFFER.decode(body)))
             case WITHDRAW.name:
-                return _encode(self.on_withdraw(sender, *WITHDRAW.decode(body)))
+                self.on_withdraw(sender, *WITHDRAW.decode(body))
+                return _encode(None)
             case _:
                 return _encode(self.on_deliver(*DELIVER.decode(body)))
 
@@ -300,7 +233,7 @@ class RemoteClaims:
 
     def _in_turn(self, queues: Sequence[QueueMemory]) -> list[int]:
         """All other nodes: those with jobs ready first, by their first job, then the others in turn."""
-        nodes = sorted(self._peers())
+        nodes = self._nodes
         self._turn += 1
         start = self._turn % len(nodes) if nodes else 0
         now_ms = self._clock.mono_ms()
@@ -324,11 +257,9 @@ class RemoteClaims:
 
     def _give_back_asked(self, asking: asyncio.Task[list[ClaimedJob]]) -> None:
         if not asking.cancelled() and asking.exception() is None:
-            self._return(asking.result())
+            self.give_back(asking.result())
 
-    async def _ask(
-        self, node: int, tenant: str, queues: list[str], jobs_max: int, lease_ms: int | None, worker: str
-    ) -> list[ClaimedJob]:
+    async def _ask(self, node: int, tenant: str, queues: list[str], jobs_max: int, lease_ms: int | None, worker: str) -> list[ClaimedJob]:
         memories = self._known(tenant, queues)
         hints = [of_node[node] for queue in memories if node in (of_node := self._hints.get(queue, {}))]
         for known in hints:
@@ -336,7 +267,7 @@ class RemoteClaims:
         try:
             body = CLAIM_NOW.encode((tenant, queues, jobs_max, lease_ms, worker))
             jobs = CLAIM_NOW.decode_result(await self._request(node, CLAIM_NOW.name, body, CLAIM_MS))
-        except _NO_ANSWER:
+        except NO_ANSWER:
             jobs = []  # claimed for nobody, where it was: who asks and goes has the claim undone there
         if not jobs:
             for known in hints:
@@ -346,19 +277,33 @@ class RemoteClaims:
                 known.fire_at_ms = max(known.fire_at_ms, job.state.fire_at_ms)
         return jobs
 
-    # What the waiters here want.
+    # What `dispatch` tells of its waiters and queues.
 
     def on_wait(self, waiter: Waiter) -> None:
         for queue in waiter.queues:
             self._note_interest(queue)
-            for node in self._peers():
+            for node in self._nodes:
                 # One that knows of places offers what it has anyway, and hears of these in a second, or with its next offer.
                 if self._told.get(node, {}).get(queue, 0) <= 0:
                     self._tell_soon(node, queue)
 
+    def on_surplus(self, queue: QueueMemory) -> None:
+        self.offers.on_surplus(queue)
+
+    def serve_starved(self, queue: QueueMemory) -> None:
+        self.offers.serve_starved(queue)
+
+    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
+        """Leased jobs that nobody took are released, uncounted."""
+        if jobs:
+            self._given_back += len(jobs)
+            self._give_back(jobs)
+
+    # What the waiters here want.
+
     def _note_interest(self, queue: QueueMemory) -> None:
         if queue not in self._interest:
-            for node in self._peers():
+            for node in self._nodes:
                 self._tell_soon(node, queue)
         self._interest[queue] = self._clock.mono_ms()
 
@@ -384,7 +329,7 @@ class RemoteClaims:
                 demand = [(queue.tenant, queue.name, queue.places) for queue in queues]
                 try:
                     hints = DEMAND.decode_result(await self._request(node, DEMAND.name, DEMAND.encode((demand,)), RENEW_MS))
-                except _NO_ANSWER:
+                except NO_ANSWER:
                     for queue in queues:
                         told.pop(queue, None)
                     return  # all is told again in a second
@@ -404,20 +349,19 @@ class RemoteClaims:
                 self._hints.pop(queue, None)
                 for told in self._told.values():
                     told.pop(queue, None)
-        peers = self._peers()
-        for node in self._told.keys() - set(peers):
+        for node in self._told.keys() - set(self._nodes):
             del self._told[node]
             self._untold.pop(node, None)
             for known in self._hints.values():
                 known.pop(node, None)
-        for node in peers:
+        for node in self._nodes:
             for queue in self._interest:
                 self._tell_soon(node, queue)
         for promise, (_, answered_at_ms) in list(self._answered.items()):
             if now_ms - answered_at_ms <= ANSWERS_KEPT_MS:
                 break
             del self._answered[promise]
-        self._forget_demand(now_ms)
+        self.offers.forget(now_ms)
 
     # Promises to the waiters here.
 
@@ -470,219 +414,3 @@ class RemoteClaims:
                 return
             log.info("promise_not_kept", node=promise.node, queues=[queue.name for queue in promise.waiter.queues])
             self._end_promise(number, [])
-
-    # What other nodes want.
-
-    def on_demand(self, sender: int, wanted: list[tuple[str, str, int]]) -> list[Hint]:
-        """Take down what a node wants, and offer it what is ready at once; what there is beyond that."""
-        now_ms = self._clock.mono_ms()
-        hints = []
-        for tenant, name, places in wanted:
-            # A queue is known by its first job, which may be still to come.
-            queue = self._queues.get(tenant, name) if places <= 0 else self._queues.ensure(tenant, name)
-            if queue is None:
-                hints.append(Hint(0))
-                continue
-            demand = self._demand.setdefault(queue, {}).setdefault(sender, _Demand())
-            demand.want(places, now_ms)
-            demand.until_ms = now_ms + DEMAND_MS
-            demand.stated += 1
-            self._note_wanted(queue)
-            if queue.ready_count:
-                self._claims.serve(queue)
-            hints.append(self._hint(queue))
-        return hints
-
-    @staticmethod
-    def _hint(queue: QueueMemory) -> Hint:
-        ready = min(queue.ready_count, queue.may_take()) if queue.ready_count else 0
-        head = queue.head() if ready else None
-        return Hint(0) if head is None else Hint(ready, *head)
-
-    def _note_wanted(self, queue: QueueMemory) -> None:
-        of_nodes = self._demand.get(queue, {})
-        queue.wanted_elsewhere = sum(demand.places > 0 and not demand.is_offered for demand in of_nodes.values())
-
-    def _forget_demand(self, now_ms: int) -> None:
-        for queue, of_nodes in list(self._demand.items()):
-            over = [node for node, demand in of_nodes.items() if now_ms >= demand.until_ms and not demand.is_offered]
-            for node in over:
-                del of_nodes[node]
-            if not of_nodes:
-                del self._demand[queue]
-            if over:
-                self._note_wanted(queue)
-
-    # Offers.
-
-    def on_surplus(self, queue: QueueMemory) -> None:
-        """Offer what is ready to the nodes that want it, in turn, an even part to each."""
-        now_ms = self._clock.mono_ms()
-        while queue.ready_count:
-            nodes = [node for node, demand in self._demand.get(queue, {}).items() if demand.is_open(now_ms)]
-            if not nodes or not self._offer(nodes[0], queue, -(-queue.ready_count // len(nodes))):
-                return
-
-    def serve_starved(self, queue: QueueMemory) -> None:
-        """One job for the node that has wanted some for longest, where that is too long."""
-        now_ms = self._clock.mono_ms()
-        starved = [
-            (demand.since_ms, node)
-            for node, demand in self._demand.get(queue, {}).items()
-            if demand.is_open(now_ms) and now_ms - demand.since_ms >= STARVED_MS
-        ]
-        if starved:
-            self._offer(min(starved)[1], queue, 1)
-
-    def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
-        self._give_back(jobs)
-
-    def _offer(self, node: int, queue: QueueMemory, count: int) -> bool:
-        """Put jobs aside for a node and tell it; False where nothing may be taken now."""
-        if self._tasks is None or self._draining:
-            return False
-        of_nodes = self._demand[queue]
-        demand = of_nodes.pop(node)
-        of_nodes[node] = demand  # behind the others
-        taken = self._claims.take_for_offer(queue, min(count, demand.places, OFFER_JOBS_MAX))
-        if not taken:
-            return False
-        demand.is_offered = True
-        self._note_wanted(queue)
-        self._counts["offers"] += 1
-        self._spawn(self._carry_out(node, demand, queue, taken), "offer")
-        return True
-
-    async def _carry_out(self, node: int, demand: _Demand, queue: QueueMemory, taken: Taken) -> None:
-        """From an offer to its delivery."""
-        try:
-            granted = await self._ask_to_take(node, demand, queue, _count(taken))
-        except asyncio.CancelledError:
-            self._claims.put_back(queue, taken)
-            raise
-        parts: list[tuple[Grant, Taken]] = []
-        for grant in granted.grants:
-            part, taken = _split(taken, grant.jobs_max)
-            parts.append((grant, part))
-        # Also where nothing is left: what was promised may have taken the place of other demand, and there may be new jobs.
-        self._claims.put_back(queue, taken)
-        if parts:
-            await self._claim_and_deliver(node, granted.epoch, queue, parts)
-
-    async def _ask_to_take(self, node: int, demand: _Demand, queue: QueueMemory, count: int) -> Granted:
-        self._offer_number += 1
-        number, stated = self._offer_number, demand.stated
-        granted: Granted | None = None
-        try:
-            body = OFFER.encode((Offer(number, queue.tenant, queue.name, count),))
-            granted = OFFER.decode_result(await self._request(node, OFFER.name, body, OFFER_MS))
-        except _NO_ANSWER as error:
-            if isinstance(error, OutcomeUnknown):
-                self._counts["offers_unanswered"] += 1
-                self._spawn(self._withdraw(node, number), "withdraw an offer")
-            demand.quiet_until_ms = self._clock.mono_ms() + QUIET_MS
-        finally:
-            demand.is_offered = False
-            places = 0 if granted is None else granted.places
-            # What it told while the offer was under way may be newer than its answer, or older: believed is the larger one, for a
-            # place too many costs a round trip, and one too few a second.
-            demand.want(max(demand.places, places) if demand.stated != stated else places, self._clock.mono_ms())
-            if granted is not None and granted.grants:
-                demand.since_ms = self._clock.mono_ms()
-            self._note_wanted(queue)
-        return granted or Granted(0, 0, [])
-
-    async def _withdraw(self, node: int, number: int) -> None:
-        try:
-            await self._request(node, WITHDRAW.name, WITHDRAW.encode((number,)), RENEW_MS)
-        except _NO_ANSWER:
-            pass  # what it promised ends by itself
-
-    # Deliveries.
-
-    async def _claim_and_deliver(self, node: int, epoch: int, queue: QueueMemory, parts: list[tuple[Grant, Taken]]) -> None:
-        """Claim for all grants at once, and deliver together what is claimed in the same turn."""
-        assert self._tasks is not None
-        claims = [self._tasks.create_task(self._claim_for(queue, grant, part), name="claim for another node") for grant, part in parts]
-        while claims:
-            await asyncio.wait(claims, return_when=asyncio.FIRST_COMPLETED)
-            deliveries = [task.result() for task in claims if task.done()]
-            claims = [task for task in claims if not task.done()]
-            for chunk in _in_messages(deliveries):
-                if claims:
-                    self._spawn(self._deliver(node, epoch, chunk), "deliver")
-                else:
-                    await self._deliver(node, epoch, chunk)
-
-    async def _claim_for(self, queue: QueueMemory, grant: Grant, part: Taken) -> Delivery:
-        try:
-            jobs = await self._claims.claim_taken(queue, part, lease_ms=grant.lease_ms, worker=grant.worker)
-        except (Unavailable, OutcomeUnknown):
-            jobs = []
-        fitting, rest = split_to_fit(jobs)
-        if rest:
-            self._return(rest)
-        return Delivery(grant.promise, fitting)
-
-    async def _deliver(self, node: int, epoch: int, deliveries: list[Delivery]) -> None:
-        body = DELIVER.encode((epoch, deliveries))
-        until_ms = self._clock.mono_ms() + DELIVER_TRIES_MS
-        may_have_come = False
-        refused: list[int] | None = None
-        while True:
-            try:
-                refused = DELIVER.decode_result(await self._request(node, DELIVER.name, body, DELIVER_MS))
-                break
-            except Unavailable:
-                if not may_have_come:
-                    break  # nothing was sent
-            except _NO_ANSWER:
-                may_have_come = True
-            if self._clock.mono_ms() >= until_ms or not any(delivery.jobs for delivery in deliveries):
-                break
-            await self._clock.sleep_until(self._clock.mono_ms() + DELIVER_AGAIN_MS)
-        if refused is None and may_have_come:
-            # A worker may be at it already: released, another one would begin beside it. If nobody is, the lease runs out.
-            log.warning("delivery_unknown", node=node, jobs=sum(len(delivery.jobs) for delivery in deliveries))
-            return
-        for delivery in deliveries:
-            if refused is None or delivery.promise in refused:
-                self._return(delivery.jobs)
-            else:
-                self._counts["jobs_delivered"] += len(delivery.jobs)
-
-    def _return(self, jobs: Sequence[ClaimedJob]) -> None:
-        if jobs:
-            self._counts["jobs_given_back"] += len(jobs)
-            self._give_back(jobs)
-
-
-def _count(taken: Taken) -> int:
-    return sum(len(records) for _, records in taken) // RECORD_BYTES
-
-
-def _split(taken: Taken, count: int) -> tuple[Taken, Taken]:
-    """The first `count` records, and the rest. Each piece keeps one priority, as `QueueMemory.take` gave it."""
-    first: Taken = []
-    rest: Taken = []
-    for lane, records in taken:
-        size = min(count * RECORD_BYTES, len(records))
-        count -= size // RECORD_BYTES
-        if size:
-            first.append((lane, records[:size]))
-        if size < len(records):
-            rest.append((lane, records[size:]))
-    return first, rest
-
-
-def _in_messages(deliveries: Sequence[Delivery]) -> list[list[Delivery]]:
-    """Deliveries by calls that are not too large; each fits by itself."""
-    messages: list[list[Delivery]] = []
-    held: list[ClaimedJob] = []
-    for delivery in deliveries:
-        held += delivery.jobs
-        if not messages or split_to_fit(held)[1]:
-            messages.append([])
-            held = list(delivery.jobs)
-        messages[-1].append(delivery)
-    return messages

@@ -14,7 +14,7 @@ from wheelsched.model.commands import Complete, Create, Entry, Reply
 from wheelsched.model.effects import Effect, JobChanged, JobsMoved
 from wheelsched.model.rows import GroupState, JobState, QueueCounts
 from wheelsched.model.states import LEASED
-from wheelsched.replica.proposals import Proposal
+from wheelsched.replica.proposals import Answered
 from wheelsched.store import Store
 from wheelsched.store.raftlog import Puts, RaftLog
 
@@ -49,7 +49,7 @@ class ToApply:
     index: int
     term: int
     entry: Entry | None
-    proposals: Sequence[Proposal] = ()  # whose commands these are, in their order; empty where nobody here waits
+    proposals: Sequence[Answered] = ()  # whose commands these are, in their order; empty where nobody here waits
     configure: Callable[[Puts], None] | None = None  # of a change of configuration: makes it, and adds the row that tells of it
 
 
@@ -113,21 +113,10 @@ class Applier:
         for item, replies, effects in done:
             self._keep_leased(effects)
             self._on_effects(item.member.group, effects)
-            self._answer(item.proposals, replies)
+            start = 0
+            for proposal in item.proposals:
+                start = proposal.answer(replies, start)
         return count
-
-    @staticmethod
-    def _answer(proposals: Sequence[Proposal], replies: Sequence[Reply]) -> None:
-        """Each its reply; commands of one batch mostly stand one behind the other."""
-        start = 0
-        while start < len(proposals):
-            batch = proposals[start].batch
-            end = start + 1
-            while end < len(proposals) and proposals[end].batch is batch:
-                end += 1
-            if batch is not None:
-                batch.settle_many(proposals[start:end], replies[start:end])
-            start = end
 
     def _run(self, member: Member, entry: Entry) -> tuple[Transaction, list[Reply], list[Effect]]:
         if len(member.counts) > COUNTS_KEPT_MAX:
@@ -166,10 +155,9 @@ class Applier:
         for effect in effects:
             if type(effect) is JobsMoved:
                 if effect.cause == "claim":
-                    self._leased.update((state.job_id, state) for state in effect.afters)
+                    self._leased.update({state.job_id: state for state in effect.afters})
                 else:
-                    for state in effect.befores:
-                        self._end_lease(state.job_id)
+                    self._end_leases(effect.befores)
             elif type(effect) is JobChanged:
                 after = effect.after
                 if after is not None and after.status in LEASED:
@@ -187,6 +175,17 @@ class Applier:
             ):
                 self._leased_rows[state.job_id] = row
                 self._leased_rows_bytes += len(row)
+
+    def _end_leases(self, states: Sequence[JobState]) -> None:
+        leased, rows = self._leased, self._leased_rows
+        freed = 0
+        for state in states:
+            job_id = state.job_id
+            leased.pop(job_id, None)
+            row = rows.pop(job_id, None)
+            if row is not None:
+                freed += len(row)
+        self._leased_rows_bytes -= freed
 
     def _end_lease(self, job_id: bytes) -> None:
         self._leased.pop(job_id, None)

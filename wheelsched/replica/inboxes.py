@@ -8,7 +8,7 @@ from wheelsched.core.errors import Unavailable
 from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX, INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Entry, Fire, encode_entry
 from wheelsched.raft import Answer
-from wheelsched.replica.proposals import Proposal, bounded_by, command_bytes, may_be_due
+from wheelsched.replica.proposals import Answered, Proposal, bounded_by, command_bytes, may_be_due
 from wheelsched.replica.raft_member import InLog, RaftMember
 
 
@@ -42,8 +42,8 @@ class Inboxes:
         self.busy[member.group] = None
 
     def cut(self, member: RaftMember, stamp_ms: int, *, leads: bool) -> bool:
-        """Propose one entry of what waits in the group's inbox, within the bounds of an entry; whether the core took it. `leads`: where a
-        command may leave something due, the Fire for it comes along."""
+        """Propose one entry of what waits in the group's inbox, within the bounds of an entry; whether the core took it. `leads` (and may
+        fire): where a command may leave something due, the Fire for it comes along."""
         proposals: list[Proposal] = []
         commands: list[AnyCommand] = []
         size = 0
@@ -95,7 +95,7 @@ class Inboxes:
         self.fail_in_log(member.take_all_waiting(), error)
 
 
-def fail_all(proposals: Sequence[Proposal], error: Exception) -> None:
+def fail_all(proposals: Sequence[Answered], error: Exception) -> None:
     for proposal in proposals:
         if proposal.batch is not None:
             proposal.batch.fail(error)

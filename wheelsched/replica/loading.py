@@ -60,7 +60,9 @@ def _finish_installing(store: Store, raft_log: RaftLog, group: int) -> None:
     """Install a snapshot again where a crash interrupted that, from the clearing on; drop what had arrived of one that was not whole."""
     row = raft_log.installing(group)
     if row is None:
-        store.write({}, [staged_range(group)])
+        leftovers = staged_range(group)
+        if store.scan(*leftovers, 1):
+            store.write({}, [leftovers])
         return
     message, state = described(row)
     log.warning("snapshot_installed_again", group=group, index=message.index)

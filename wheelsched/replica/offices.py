@@ -56,7 +56,7 @@ class Offices:
             had, member.office = member.office, office
             if had:
                 self._leave(member)
-            member.lease_until_ms = member.beat_in = 0
+            member.lease_until_ms = 0
             if office:
                 # The first heartbeats carry the first round: what was committed before is applied about when it is confirmed.
                 self.ask(member, ReadRound(office, self._clock.mono_ms()))
@@ -76,13 +76,10 @@ class Offices:
         member.fail_reads(member.not_leader())
         member.fail_change()
 
-    def tick(self, member: RaftMember, now_ms: int) -> None:
-        """To be called before the core's own tick: the round that renews the lease then travels in the heartbeat that is due anyway."""
+    def renew(self, member: RaftMember, now_ms: int) -> None:
+        """Ask for the round that renews the lease: the heartbeat that carries it is the one that is due now."""
         if member.raft.leadership is not None:
-            member.beat_in -= 1
-            if member.beat_in <= 0:
-                member.beat_in = self._settings.raft.heartbeat_tick
-                self.ask(member, ReadRound(member.raft.term, now_ms))
+            self.ask(member, ReadRound(member.raft.term, now_ms))
 
     def count_lost(self, member: RaftMember) -> None:
         """A tick for a former leader that waits for what became of its entries: not for ever, for it may be cut off."""

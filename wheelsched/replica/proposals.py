@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
-from wheelsched.core.errors import OutcomeUnknown
+from wheelsched.core.errors import OutcomeUnknown, Unavailable
 from wheelsched.model.commands import (
     AnyCommand,
     Backfill,
@@ -45,12 +44,12 @@ class Batch:
         if not self.missing and not self.future.done():
             self.future.set_result(self.replies)  # type: ignore[arg-type]  # none is missing
 
-    def settle_many(self, proposals: Sequence[Proposal], replies: Sequence[Reply]) -> None:
-        """`settle` for each of them, all of this batch."""
+    def settle_many(self, positions: Sequence[int], replies: Sequence[Reply]) -> None:
+        """`settle` for each of these."""
         own = self.replies
-        for proposal, reply in zip(proposals, replies, strict=True):
-            own[proposal.position] = reply
-        self.missing -= len(proposals)
+        for position, reply in zip(positions, replies, strict=True):
+            own[position] = reply
+        self.missing -= len(positions)
         if not self.missing and not self.future.done():
             self.future.set_result(own)  # type: ignore[arg-type]  # none is missing
 
@@ -69,6 +68,10 @@ class Proposer(Protocol):
 class ReplicaSet(Proposer, Protocol):
     """All groups of a node, alone or replicated: what dispatch and node know of them."""
 
+    # What is proposed together can only come to nothing together: one log, and nobody else to lead a group.
+    groups_share_fate: bool
+    # Whether a command that may leave something due brings the Fire for it along; not while the cluster is held.
+    fires_along: bool
     turn_count: int
     entry_count: int
     on_commit_ms: Callable[[float], None]
@@ -106,22 +109,39 @@ class ReplicaSet(Proposer, Protocol):
 async def propose_each(
     replicas: Proposer, commands: Sequence[tuple[int, AnyCommand]], *, urgent: bool = False, own: bool = True
 ) -> list[Reply | Exception]:
-    """What became of each command, in order: its reply, or why there is none (its group is led elsewhere, the outcome is unknown).
-    Raises Unavailable where nothing was taken. Groups do not share their fate, as those of one batch would."""
+    """What became of each command, in order: its reply, or why there is none (its group is led elsewhere, there is no room, the outcome
+    is unknown). Groups do not share their fate, as those of one batch would."""
     by_group: dict[int, list[int]] = {}
     for position, (group, _) in enumerate(commands):
         by_group.setdefault(group, []).append(position)
-    batches = [
-        replicas.propose_many([commands[position] for position in positions], urgent=urgent, own=own) for positions in by_group.values()
-    ]
     answers: list[Reply | Exception] = [OutcomeUnknown("not answered")] * len(commands)
-    results = await asyncio.gather(*(batch.future for batch in batches), return_exceptions=True)
-    for positions, result in zip(by_group.values(), results, strict=True):
+    waiting: list[tuple[list[int], Batch]] = []
+    for positions in by_group.values():
+        try:
+            batch = replicas.propose_many([commands[position] for position in positions], urgent=urgent, own=own)
+        except Unavailable as error:  # refused before the log
+            for position in positions:
+                answers[position] = error
+        else:
+            waiting.append((positions, batch))
+    results = await asyncio.gather(*(batch.future for _, batch in waiting), return_exceptions=True)
+    for (positions, _), result in zip(waiting, results, strict=True):
         if isinstance(result, BaseException) and not isinstance(result, Exception):
             raise result
         for place, position in enumerate(positions):
             answers[position] = result if isinstance(result, Exception) else result[place]
     return answers
+
+
+class Answered(Protocol):
+    """Commands in an entry, and who waits for what became of them; `batch` None: nobody."""
+
+    @property
+    def batch(self) -> Batch | None: ...
+
+    def answer(self, replies: Sequence[Reply], start: int, /) -> int:
+        """Take the own replies, which begin at `start`; where the next ones begin."""
+        ...
 
 
 class Proposal(msgspec.Struct, gc=False):
@@ -131,14 +151,51 @@ class Proposal(msgspec.Struct, gc=False):
     batch: Batch | None
     position: int
 
+    def answer(self, replies: Sequence[Reply], start: int) -> int:
+        """Take the own reply, the one at `start`; where the next ones begin."""
+        if self.batch is not None:
+            self.batch.settle(self.position, replies[start])
+        return start + 1
+
+
+class ProposalRun(msgspec.Struct, gc=False):
+    """Creates or ends of attempts of one batch and group, in the inbox as one; `positions` in the batch. `due_from_ms`: the first stamp
+    at which one of them may leave a due job."""
+
+    commands: list[AnyCommand]
+    positions: list[int]
+    batch: Batch
+    size: int
+    due_from_ms: int
+
+    def answer(self, replies: Sequence[Reply], start: int) -> int:
+        """Take the own replies, which begin at `start`; where the next ones begin."""
+        end = start + len(self.commands)
+        self.batch.settle_many(self.positions, replies[start:end])
+        return end
+
+    def split(self, count_max: int, bytes_max: int) -> ProposalRun | None:
+        """Take away what fits from the front: at most so many commands and bytes; None where not even the first does."""
+        count = size = 0
+        for command in self.commands[:count_max]:
+            added = command_bytes(command)
+            if size + added > bytes_max:
+                break
+            count += 1
+            size += added
+        if not count:
+            return None
+        front = ProposalRun(self.commands[:count], self.positions[:count], self.batch, size, self.due_from_ms)
+        self.commands, self.positions, self.size = self.commands[count:], self.positions[count:], self.size - size
+        return front
+
 
 def command_bytes(command: AnyCommand) -> int:
     """About how many bytes a command adds to its entry; only payloads matter, the rest is a constant."""
     # The kinds that come by the thousand first.
-    kind = type(command)
-    if kind is Create:
+    if type(command) is Create:
         return 160 + len(command.payload) + len(command.spec)
-    if kind is Complete:
+    if type(command) is Complete:
         return 64 + len(command.error) + len(command.result)
     if isinstance(command, Update):
         return 128 + len(command.payload or b"")

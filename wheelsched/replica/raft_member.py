@@ -82,7 +82,6 @@ class RaftMember(Member):
 
     __slots__ = (
         "awaiting_apply",
-        "beat_in",
         "change",
         "in_log",
         "inbox",
@@ -113,7 +112,6 @@ class RaftMember(Member):
         self.office = 0  # the term in which this node leads, as last seen; 0: it does not
         self.leading = False  # whether `on_lead` was the last thing told
         self.lease_until_ms = 0
-        self.beat_in = 0  # ticks to the next round that renews the lease
         self.transferring = 0  # to whom, as last seen
         self.reads: list[asyncio.Future[None]] = []  # to be asked this turn
         self.rounds: dict[ReadRound, None] = {}  # asked, not confirmed

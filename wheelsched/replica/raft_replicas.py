@@ -127,11 +127,14 @@ class RaftReplicas:
         self._idle.set()
         self._sync_wanted = asyncio.Event()
         self._tick_due = False
+        self._tick_count = 0
         self._written_turn = self._synced_turn = 0  # turns that need an fsync
         self._cut_turn = 0  # the last of them that holds entries cut here
         self._sync_started_ms: int | None = None
         self._stopping = False
         self._stop_at_ms = 0
+        self.groups_share_fate = False
+        self.fires_along = True
         self.turn_count = 0
         self.entry_count = 0
         self.dropped_count = 0  # messages of others that were not fit to be stepped
@@ -340,6 +343,8 @@ class RaftReplicas:
 
     async def run(self) -> None:
         """The loop; ends after `stop` when what was proposed has been answered, or could not be for two seconds."""
+        # What the start wrote, a snapshot that was installed again above all, the cores take for durable: peers will hear of it.
+        await self._store.sync()
         async with asyncio.TaskGroup() as tasks:
             helpers = [tasks.create_task(self._sync(), name="replicas sync"), tasks.create_task(self._tick(), name="replicas tick")]
             try:
@@ -455,8 +460,12 @@ class RaftReplicas:
 
     def _tick_groups(self) -> None:
         now_ms = self._clock.mono_ms()
+        self._tick_count += 1
+        # The same ticks for all groups, so that their heartbeats to a peer travel together.
+        is_beat = self._tick_count % self.settings.raft.heartbeat_tick == 0
         for member in self._members.values():
-            self._offices.tick(member, now_ms)
+            if is_beat:
+                self._offices.renew(member, now_ms)
             member.raft.tick()
             self._dirty[member] = None
             self._offices.review(member)
@@ -476,7 +485,7 @@ class RaftReplicas:
                 continue
             is_time = self._cut_turn <= self._synced_turn or len(member.inbox) >= ENTRY_COMMANDS_MAX
             is_level = member.raft.commit - member.state.applied_index < APPLY_BACKLOG_MAX
-            if is_time and is_level and self._inboxes.cut(member, stamp_ms, leads=self._offices.leads(member)):
+            if is_time and is_level and self._inboxes.cut(member, stamp_ms, leads=self.fires_along and self._offices.leads(member)):
                 self.entry_count += 1
                 self._dirty[member] = None
             if member.inbox:

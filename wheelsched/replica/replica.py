@@ -14,16 +14,19 @@ from wheelsched.core.clock import Clock
 from wheelsched.core.errors import OutcomeUnknown, Unavailable
 from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX, INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
 from wheelsched.model import keys
-from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Entry, Fire, decode_entry, encode_entry
+from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Complete, Create, Entry, Fire, decode_entry, encode_entry
 from wheelsched.model.rows import GroupState, JobState
 from wheelsched.replica.applying import Applier, EffectSink, Member, ToApply
-from wheelsched.replica.proposals import Batch, Proposal, bounded_by, command_bytes, may_be_due
+from wheelsched.replica.batches import by_group
+from wheelsched.replica.proposals import Batch, Proposal, ProposalRun, bounded_by, command_bytes, may_be_due
 from wheelsched.store import Store
 from wheelsched.store.raftlog import LogEntry, RaftLog
 
 # Entry kinds in the log; configuration changes come with the Raft core.
 KIND_COMMANDS = 0
 TERM_ALONE = 1  # the only term of a group with one member
+# From so many commands on it pays to put those of one group into its inbox as one.
+RUN_COMMANDS_MIN = 4
 
 
 class Replica(Member):
@@ -33,7 +36,7 @@ class Replica(Member):
 
     def __init__(self, group: int, state: GroupState) -> None:
         super().__init__(group, state)
-        self.inbox: deque[Proposal] = deque()
+        self.inbox: deque[Proposal | ProposalRun] = deque()
 
 
 class Replicas:
@@ -54,6 +57,8 @@ class Replicas:
         self._inbox_count = 0
         self._inbox_bytes = 0
         self._stopping = False
+        self.groups_share_fate = True
+        self.fires_along = True
         self.turn_count = 0
         self.entry_count = 0
         self.on_commit_ms: Callable[[float], None] = lambda _ms: None
@@ -83,28 +88,36 @@ class Replicas:
         however full the inbox is, for nobody would repeat it, and it is bounded by the jobs that run and the groups that fire.
         Raises Unavailable when full."""
         batch = Batch(len(commands), asyncio.get_running_loop())
-        size = sum([command_bytes(command) for _, command in commands])
-        self._check_room(len(commands), size, urgent, own)
-        replicas, busy = self._replicas, self._busy
-        for position, (group, command) in enumerate(commands):
-            inbox = replicas[group].inbox
-            if type(command) is Fire:
-                # All groups wait for the slowest Fire of a sweep: one behind 10,000 commands of a flooded group came 78 turns late.
-                inbox.appendleft(Proposal(command, batch, position))
-            else:
-                inbox.append(Proposal(command, batch, position))
-            if group not in busy:
-                busy.add(group)
-                self._busy_order.append(group)
+        grouped = by_group(commands, Create, Complete) if len(commands) >= RUN_COMMANDS_MIN else None
+        if grouped is not None:
+            size = sum([of_group[2] for of_group in grouped.values()])
+            self._check_room(len(commands), size, urgent, own)
+            for group, (of_group, positions, bytes_of_group, due_from_ms) in grouped.items():
+                self._queue(group, ProposalRun(of_group, positions, batch, bytes_of_group, due_from_ms))
+        else:
+            size = sum([command_bytes(command) for _, command in commands])
+            self._check_room(len(commands), size, urgent, own)
+            for position, (group, command) in enumerate(commands):
+                self._queue(group, Proposal(command, batch, position))
         self._inbox_bytes += size
         self._inbox_count += len(commands)
-        if commands:
-            self._idle.clear()
-            self._wake.set()
         return batch
 
     def propose(self, group: int, command: AnyCommand, *, urgent: bool = False) -> Batch:
         return self.propose_many(((group, command),), urgent=urgent)
+
+    def _queue(self, group: int, proposal: Proposal | ProposalRun) -> None:
+        inbox = self._replicas[group].inbox
+        if type(proposal) is Proposal and type(proposal.command) is Fire:
+            # All groups wait for the slowest Fire of a sweep: one behind 10,000 commands of a flooded group came 78 turns late.
+            inbox.appendleft(proposal)
+        else:
+            inbox.append(proposal)
+        if group not in self._busy:
+            self._busy.add(group)
+            self._busy_order.append(group)
+        self._idle.clear()
+        self._wake.set()
 
     def _check_room(self, count: int, size: int, urgent: bool, own: bool) -> None:
         if self._stopping:
@@ -201,27 +214,54 @@ class Replicas:
 
     def _cut(self, replica: Replica, stamp_ms: int, puts: dict[str, dict[bytes, bytes | None]]) -> ToApply:
         """One entry of what waits in the inbox, within the bounds of an entry."""
-        proposals: list[Proposal] = []
+        proposals: list[Proposal | ProposalRun] = []
         commands: list[AnyCommand] = []
         size = 0
         fire = False
         inbox = replica.inbox
         while inbox and len(commands) < ENTRY_COMMANDS_MAX:
-            command = inbox[0].command
+            first = inbox[0]
+            if type(first) is ProposalRun:
+                run = self._take_run(inbox, first, ENTRY_COMMANDS_MAX - len(commands), ENTRY_BYTES_MAX - size, is_first=not commands)
+                if run is None:
+                    break
+                size += run.size
+                proposals.append(run)
+                commands += run.commands
+                fire = fire or run.due_from_ms <= stamp_ms
+                continue
+            assert type(first) is Proposal
+            command = first.command
             added = command_bytes(command)
             if commands and size + added > ENTRY_BYTES_MAX:
                 break
             size += added
-            proposals.append(inbox.popleft())
+            inbox.popleft()
+            proposals.append(first)
             if type(command) is Fire:
                 command = bounded_by(command, stamp_ms)
             commands.append(command)
             fire = fire or may_be_due(command, stamp_ms)
-        if fire:
+        self._inbox_count -= len(commands)
+        if fire and self.fires_along:
             commands.append(Fire(stamp_ms))
-        self._inbox_count -= len(proposals)
         self._inbox_bytes -= size
         entry = Entry(COMMAND_VERSION, stamp_ms, commands)
         index = self._log.last_index(replica.group) + 1
         self._log.add(puts, replica.group, LogEntry(index, TERM_ALONE, KIND_COMMANDS, encode_entry(entry)))
         return ToApply(replica, index, TERM_ALONE, entry, proposals)
+
+    @staticmethod
+    def _take_run(
+        inbox: deque[Proposal | ProposalRun], first: ProposalRun, count_max: int, bytes_max: int, *, is_first: bool
+    ) -> ProposalRun | None:
+        """What fits of the run that stands first in an inbox; None: nothing. The first command of an entry always fits."""
+        if len(first.commands) <= count_max and first.size <= bytes_max:
+            inbox.popleft()
+            return first
+        front = first.split(count_max, bytes_max)
+        if front is None and is_first:
+            front = first.split(1, first.size)
+        if not first.commands:
+            inbox.popleft()
+        return front

@@ -97,6 +97,64 @@ class SnapshotView:
         yield _encode_chunk(End(count, crc))
 
 
+class ChunkReader:
+    """Checks the chunks of one snapshot against each other, for whoever keeps the rows elsewhere than in a replica."""
+
+    def __init__(self, group: int) -> None:
+        self._group = group
+        self._prefix = keys.group_prefix(group)
+        self._header: Header | None = None
+        self._crc = 0
+        self.row_count = 0
+        self.is_complete = False
+
+    @property
+    def state(self) -> GroupState:
+        """The row `A` that was current with the rows."""
+        assert self._header is not None, "no chunk has arrived"
+        return decode_group(self._header.state)
+
+    def take(self, data: bytes) -> RowsChunk | None:
+        """The next chunk; its rows, where it has some. Raises `SnapshotRefused`."""
+        try:
+            chunk = _decode_chunk(data)
+            if isinstance(chunk, Header):
+                message = decode_message(chunk.message)
+                decode_group(chunk.state)
+        except msgspec.MsgspecError as error:
+            raise SnapshotRefused(f"a chunk cannot be read: {error}") from error
+        if self.is_complete:
+            raise SnapshotRefused("a chunk came behind the last one")
+        match chunk:
+            case Header():
+                if self._header is not None:
+                    raise SnapshotRefused("a second header came")
+                if not isinstance(message, InstallSnapshot) or message.group != self._group:
+                    raise SnapshotRefused(f"it is not of group {self._group}")
+                self._header = chunk
+            case RowsChunk() if self._header is not None:
+                self._check_rows(chunk)
+                return chunk
+            case End() if self._header is not None:
+                if (chunk.row_count, chunk.crc) != (self.row_count, self._crc):
+                    raise SnapshotRefused(f"it ends after {self.row_count} rows, and {chunk.row_count} were read")
+                self.is_complete = True
+            case _:
+                raise SnapshotRefused("its first chunk is missing")
+        return None
+
+    def _check_rows(self, chunk: RowsChunk) -> None:
+        crc = _seal(self._crc, chunk.family, chunk.rows)
+        if crc != chunk.crc:
+            raise SnapshotRefused(f"rows of {chunk.family} do not match their checksum, or a chunk is missing")
+        if chunk.family not in keys.STATE_FAMILIES:
+            raise SnapshotRefused(f"this release does not know the family {chunk.family}; use the release that wrote it")
+        if not all(key.startswith(self._prefix) for key, _ in chunk.rows):
+            raise SnapshotRefused(f"rows of {chunk.family} belong to another group")
+        self._crc = crc
+        self.row_count += len(chunk.rows)
+
+
 class IncomingSnapshot:
     """Chunks of one snapshot as they arrive, kept outside the state. `discard` unless it was installed."""
 

@@ -91,9 +91,19 @@ class GuardedClock:
         doubted_ms = self._clock.wall_ms() - self.wall_ms()
         return doubted_ms if doubted_ms > self.LEAP_MS else 0
 
+    def machine_wall_ms(self) -> int:
+        """What the machine's wall clock shows, believed or not."""
+        return self._clock.wall_ms()
+
     def believe(self) -> None:
         """The others confirm it: the machine's wall time counts from now on."""
         self._ahead_ms = self._clock.wall_ms() - self._clock.mono_ms()
+
+
+def machine_wall_ms(clock: Clock) -> int:
+    """What to tell other nodes of the time: the machine's, before any doubt. Told what each believes, nodes whose machines were all set
+    forward, as NTP does after a start with a wrong clock, would wait for each other to believe it first."""
+    return clock.machine_wall_ms() if isinstance(clock, GuardedClock) else clock.wall_ms()
 
 
 class VirtualClock:

@@ -46,6 +46,10 @@ class Cursor(Protocol):
         """The first row at or after `key`."""
         ...
 
+    def seek_each(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
+        """`seek` for each of them; sorted keys are cheapest."""
+        ...
+
     def next(self) -> tuple[bytes, bytes] | None: ...
 
 

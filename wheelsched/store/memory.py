@@ -182,6 +182,9 @@ class MemoryCursor:
         self._chunk, self._row = self._rows.position(key)
         return self._at()
 
+    def seek_each(self, keys: Sequence[bytes]) -> list[tuple[bytes, bytes] | None]:
+        return [self.seek(key) for key in keys]
+
     def next(self) -> tuple[bytes, bytes] | None:
         self._store.check_open()
         if self._chunk < 0:

@@ -147,10 +147,7 @@ class RaftLog:
 
     def group_state(self, group: int) -> GroupState:
         """The row `A`, as last written."""
-        row = self._store.get(RAFT_META, _meta_key(b"A", group))
-        if row is None:
-            raise StoreCorrupt(_fault(group, "its row A is missing"))
-        return decode_group(row)
+        return read_group_state(self._store, group)
 
     def term_runs(self, group: int, from_index: int, to_index: int) -> list[tuple[int, int]]:
         """(first index, term) of every stretch of entries with one term, in order. Terms never fall, so each is found by halving:
@@ -325,10 +322,7 @@ class RaftLog:
         if self._store.scan(RAFT_LOG, group_prefix(group), prefix_end(group_prefix(group)), 1):
             raise StoreCorrupt(_fault(group, "it has entries but no rows in raft_meta"))
         state = _Group(index, term, index, term, HardState(term, 0, index), index)
-        rows = puts.setdefault(RAFT_META, {})
-        _put_sealed(rows, b"T", group, _START.pack(index, term))
-        _put_sealed(rows, b"H", group, _HARD.pack(term, 0, index, index))
-        rows[_meta_key(b"A", group)] = encode_row(GroupState(applied_index=index, applied_term=term))
+        add_first_rows(puts, group, GroupState(applied_index=index, applied_term=term))
         return state
 
     def _check_tail(self, group: int, state: _Group) -> None:
@@ -353,6 +347,23 @@ class RaftLog:
         if self._store.scan(RAFT_LOG, behind, end, 1):
             log.warning("log_leftovers_dropped", group=group, last_index=state.last_index)
             ranges.append((RAFT_LOG, behind, end))
+
+
+def read_group_state(store: Store, group: int) -> GroupState:
+    """The row `A` of a group: what is current with the rows that the store shows at this instant."""
+    row = store.get(RAFT_META, _meta_key(b"A", group))
+    if row is None:
+        raise StoreCorrupt(_fault(group, "its row A is missing"))
+    return decode_group(row)
+
+
+def add_first_rows(puts: Puts, group: int, group_state: GroupState) -> None:
+    """Put the rows of a log that holds nothing and starts behind `group_state` into the batch that completes the rows it describes."""
+    index, term = group_state.applied_index, group_state.applied_term
+    rows = puts.setdefault(RAFT_META, {})
+    _put_sealed(rows, b"T", group, _START.pack(index, term))
+    _put_sealed(rows, b"H", group, _HARD.pack(term, 0, index, index))
+    rows[_meta_key(b"A", group)] = encode_row(group_state)
 
 
 def _meta_key(letter: bytes, group: int) -> bytes:

@@ -181,9 +181,7 @@ class TestCluster:
         async with asyncio.timeout(30):
             while not all(  # noqa: ASYNC110  # what is waited for is in several nodes
                 node.face.readiness().ready for node in self.nodes.values() if node.face is not None
-            ) or any(
-                self.leader_of(group) is None for group in range(GROUP_COUNT)
-            ):
+            ) or any(self.leader_of(group) is None for group in range(GROUP_COUNT)):
                 await asyncio.sleep(TICK_MS / 1000)
 
 

@@ -2,6 +2,7 @@
 
     python -m wheelsched.testing.crash --rounds 200 --seed 7              # kills; --data-dir keeps the directory for a look
     python -m wheelsched.testing.crash --rounds 200 --seed 7 --cut-wal    # and each time loses a part of what was not synced
+    python -m wheelsched.testing.crash --rounds 100 --seed 7 --schedules  # recurring schedules instead: crash_schedules.py
 
 Clients create (single, in batches, with keys sent again and again, with delays, flexible), claim, heartbeat, end attempts every
 way there is, abandon some, and cancel. At a random instant the node gets SIGKILL, and starts again in the same directory; now and
@@ -38,12 +39,20 @@ DRAIN_S_MAX: Final = 120.0
 AUDIT_INTERVAL_S: Final = 1
 AUDIT_GRACE_S: Final = 6.0
 ROUND_S: Final = (0.05, 1.0)
+# With schedules: long enough for several seconds' runs, and for what is decided only some time after a start.
+ROUND_WITH_SCHEDULES_S: Final = (0.05, 3.5)
 KILLED_AT_START: Final = 0.15  # share of rounds that also kill the node while it starts
 QUEUES: Final = ("a", "b")
 # What clients that make no mistakes may be told; 504 is no answer.
-EXPECTED: Final = (200, 201, 202, 404, 409, 503)
+EXPECTED: Final = (200, 201, 202, 204, 404, 409, 503)
 STILL: Final = "still"  # a queue that nobody claims from until the end: its jobs outlive every round
-PAUSES_S: Final = {"produce": 0.02, "work": 0.01, "cancel": 0.1}  # at most, between two acts of one client
+PAUSES_S: Final = {
+    "produce": 0.02,
+    "work": 0.01,
+    "cancel": 0.1,
+    "change": 0.1,
+    "move_clock": 0.02,
+}  # at most, between two acts of one client
 LEASES_S: Final = (1, 2, 3)
 RETRY: Final = {"max_attempts": 4, "initial_backoff_s": 0.2, "max_backoff_s": 1}
 
@@ -51,7 +60,7 @@ RETRY: Final = {"max_attempts": 4, "initial_backoff_s": 0.2, "max_backoff_s": 1}
 # --- clients --------------------------------------------------------------------------------------------------------------------
 
 
-class _Interrupted(Exception):
+class Interrupted(Exception):
     """No answer came. `sent` False: the node cannot have seen the call."""
 
     def __init__(self, sent: bool) -> None:
@@ -86,18 +95,19 @@ class Clients:
         self._up.clear()
 
     async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
-        """(status, JSON of the answer). Raises `_Interrupted`."""
+        """(status, JSON of the answer). Raises `Interrupted`."""
         assert self._session is not None
         await self._up.wait()
         try:
             async with self._session.request(method, self._url + path, json=body, headers=headers) as answer:
-                status, told = answer.status, json.loads(await answer.read())
+                raw = await answer.read()
+                status, told = answer.status, json.loads(raw) if raw else None
         except aiohttp.ClientConnectorError:
-            raise _Interrupted(sent=False) from None
+            raise Interrupted(sent=False) from None
         except (aiohttp.ClientError, TimeoutError):
-            raise _Interrupted(sent=True) from None
+            raise Interrupted(sent=True) from None
         if status == 504:
-            raise _Interrupted(sent=True)
+            raise Interrupted(sent=True)
         if status not in EXPECTED:
             raise NodeFailed(f"{method} {path}: {status} {told}")
         return status, told
@@ -112,7 +122,7 @@ class Clients:
     async def forever(self, act: Callable[[], Awaitable[None]], pause_s: float) -> None:
         while True:
             await self._up.wait()
-            with suppress(_Interrupted):
+            with suppress(Interrupted):
                 await act()
             await asyncio.sleep(self.rng.uniform(0, pause_s))
 
@@ -145,7 +155,7 @@ class Clients:
             creation.known = Known.REFUSED
 
     @staticmethod
-    def _lost(creation: Creation, cut: _Interrupted) -> None:
+    def _lost(creation: Creation, cut: Interrupted) -> None:
         if cut.sent:
             creation.unknown_count += 1
             creation.known = creation.known if creation.known is Known.DONE else Known.UNKNOWN
@@ -156,7 +166,7 @@ class Clients:
         creation, body = self._new()
         try:
             status, answer = await self.call("POST", "/v1/jobs", body)
-        except _Interrupted as cut:
+        except Interrupted as cut:
             self._lost(creation, cut)
             raise
         self._note(creation, status, answer)
@@ -168,7 +178,7 @@ class Clients:
         while True:
             try:
                 status, answer = await self.call("POST", "/v1/jobs", body, {"Idempotency-Key": creation.key})
-            except _Interrupted as cut:
+            except Interrupted as cut:
                 self._lost(creation, cut)
                 continue
             self._note(creation, status, answer)
@@ -182,7 +192,7 @@ class Clients:
         items = [self._new() for _ in range(self.rng.randint(2, 20))]
         try:
             status, answer = await self.call("POST", "/v1/jobs:batch", {"jobs": [body for _, body in items]})
-        except _Interrupted as cut:
+        except Interrupted as cut:
             for creation, _ in items:
                 self._lost(creation, cut)
             raise
@@ -204,7 +214,7 @@ class Clients:
         self.history.claims[call.worker] = call
         try:
             status, answer = await self.call("POST", "/v1/claims", body)
-        except _Interrupted as cut:
+        except Interrupted as cut:
             call.known = Known.UNKNOWN if cut.sent else Known.REFUSED
             raise
         call.answered_at = time.monotonic()
@@ -224,7 +234,7 @@ class Clients:
         while True:
             try:
                 status, answer = await self.call("POST", path, body)
-            except _Interrupted:
+            except Interrupted:
                 continue
             if status != 503:
                 break
@@ -244,7 +254,7 @@ class Clients:
         while True:
             try:
                 status, answer = await self.call("POST", "/v1/attempts:complete", {"completions": completions})
-            except _Interrupted:
+            except Interrupted:
                 continue
             if status == 200 and not any(result["status"] == 503 for result in answer["results"]):
                 break
@@ -268,7 +278,7 @@ class Clients:
             return
         for handed in jobs:
             if rng.random() < 0.15:
-                with suppress(_Interrupted):
+                with suppress(Interrupted):
                     await self.heartbeat(handed)
             outcomes = ("succeeded", "retryable_failure", "fatal_failure", "released", "abandoned")
             outcome = rng.choices(outcomes, (70, 12, 5, 5, 4))[0]
@@ -282,7 +292,7 @@ class Clients:
         self.history.cancels.append(cancel)
         try:
             status, answer = await self.call("DELETE", f"/v1/jobs/{cancel.job_id}")
-        except _Interrupted as cut:
+        except Interrupted as cut:
             cancel.known = Known.UNKNOWN if cut.sent else Known.REFUSED
             raise
         cancel.answered_at = time.monotonic()
@@ -303,8 +313,19 @@ class Clients:
             left = (await self.read(f"/v1/jobs?{waiting}&limit=5"))["jobs"]
             if not left:
                 return
+            await self.idle()
             if time.monotonic() > give_up:
                 raise NodeFailed(f"jobs that never end: {left}")
+
+    async def idle(self) -> None:
+        """Between two looks for jobs that were not due yet."""
+
+    async def stop(self) -> None:
+        """Make nothing new from now on."""
+
+    async def judge(self, report: Report) -> list[str]:
+        """Faults beyond those of the history; lines for the report."""
+        return []
 
     async def look(self) -> Told:
         """Every job with its attempts, and the depth of every queue."""
@@ -337,7 +358,7 @@ class Clients:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`producers` and `workers`: how many of each run at once. `sync_delay_ms`: with `cut_wal`, how much longer an fsync takes, so that
-    more than a row or two is under way at a kill."""
+    more than a row or two is under way at a kill. `schedules`: recurring ones instead of jobs; `virtual`: on a virtual clock."""
 
     rounds: int = 12
     seed: int = 0
@@ -345,6 +366,15 @@ class Plan:
     sync_delay_ms: int = 5
     producers: int = 3
     workers: int = 3
+    schedules: bool = False
+    virtual: bool = False
+
+    def options(self) -> str:
+        """As on the command line."""
+        flags = [
+            name for name, given in (("--schedules", self.schedules), ("--virtual", self.virtual), ("--cut-wal", self.cut_wal)) if given
+        ]
+        return " ".join([f"--rounds {self.rounds} --seed {self.seed}", *flags])
 
 
 @dataclass(slots=True)
@@ -363,6 +393,7 @@ class Report:
     attempts: int = 0
     sweeps: int = 0
     counts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    more: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -375,6 +406,7 @@ class Report:
             told.append(f"WAL cut in {self.cut_rounds} rounds: {self.cut_bytes:,} of {self.unsynced_bytes:,} bytes that were not synced")
         for name, (done, refused, unknown) in self.counts.items():
             told.append(f"{name:12}  {done:7,} acknowledged  {refused:6,} refused  {unknown:6,} unknown")
+        told += self.more
         told.append(f"{self.jobs:,} jobs with {self.attempts:,} attempts on record, all final; {self.sweeps} audit sweeps")
         told += self.faults[:50] or ["0 lost, 0 triggered twice, 0 ends lost, tokens grow, 0 audit repairs"]
         return told
@@ -382,19 +414,28 @@ class Report:
 
 async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda _line: None) -> Report:
     """Play a plan in a directory that is there and empty."""
+    from wheelsched.testing import crash_schedules
+
     notes = directory / "synced" if plan.cut_wal else None
     node = NodeProcess(
-        directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes, sync_delay_s=plan.sync_delay_ms / 1000
-    )
+        directory / "data", settings={"scheduler.audit_interval_s": AUDIT_INTERVAL_S}, notes=notes, sync_delay_s=plan.sync_delay_ms / 1000,
+        arguments=("--clock-start", crash_schedules.CLOCK_START) if plan.virtual else (),
+    )  # fmt: skip
     rng = random.Random(plan.seed)
     report = Report(plan)
     history = History()
-    clients = Clients(history, random.Random(plan.seed + 1))
+    clients_rng = random.Random(plan.seed + 1)
+    clients: Clients
+    if plan.schedules:
+        clients = crash_schedules.ScheduleClients(history, clients_rng, virtual=plan.virtual)
+        acts = [clients.change] * plan.producers + [clients.work] * plan.workers + [clients.move_clock] * plan.virtual
+    else:
+        clients = Clients(history, clients_rng)
+        acts = [clients.produce] * plan.producers + [clients.work] * plan.workers + [clients.cancel]
     began = time.monotonic()
     try:
         async with clients.session():
             async with asyncio.TaskGroup() as tasks:
-                acts = [clients.produce] * plan.producers + [clients.work] * plan.workers + [clients.cancel]
                 running = [tasks.create_task(clients.forever(act, PAUSES_S[act.__name__]), name=act.__name__) for act in acts]
                 for number in range(plan.rounds):
                     await _play_round(node, clients, rng, report)
@@ -419,7 +460,7 @@ async def _play_round(node: NodeProcess, clients: Clients, rng: random.Random, r
     await _start(node, report)
     clients.resume(node.url)
     await _check_newest(clients)
-    await asyncio.sleep(rng.uniform(*ROUND_S))
+    await asyncio.sleep(rng.uniform(*(ROUND_WITH_SCHEDULES_S if report.plan.schedules else ROUND_S)))
     if not node.is_alive:
         raise NodeFailed(f"the node ended by itself with code {node.exit_code()}:\n{node.log_tail()}")
     clients.pause()
@@ -445,7 +486,7 @@ async def _kill(node: NodeProcess, rng: random.Random, report: Report) -> None:
 async def _check_newest(clients: Clients) -> None:
     """The jobs acknowledged last, at once: a loss is easier to explain in its own round."""
     for job_id in clients.jobs[-10:]:
-        with suppress(_Interrupted):
+        with suppress(Interrupted):
             status, _ = await clients.call("GET", f"/v1/jobs/{job_id}")
             if status != 200:
                 raise NodeFailed(f"never_lost: {job_id} was acknowledged before the last kill; GET answers {status}")
@@ -455,6 +496,27 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
     """Audit, drain, look, compare."""
     await _start(node, report)
     clients.resume(node.url)
+    async with _while_alive(node):
+        await _judge_alive(node, clients, report)
+
+
+@asynccontextmanager
+async def _while_alive(node: NodeProcess) -> AsyncIterator[None]:
+    """Raise NodeFailed where the node ends by itself: its callers would wait for ever."""
+
+    async def watch() -> None:
+        while node.is_alive:  # noqa: ASYNC110 - nobody tells of a process that ends
+            await asyncio.sleep(0.2)
+        raise NodeFailed(f"the node ended by itself:\n{node.log_tail()}")
+
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch(), name="watch")
+        yield
+        watching.cancel()
+
+
+async def _judge_alive(node: NodeProcess, clients: Clients, report: Report) -> None:
+    await clients.stop()
     await asyncio.sleep(AUDIT_GRACE_S)
     swept = (await clients.read("/status"))["audit"]["sweeps"]
     while (await clients.read("/status"))["audit"]["sweeps"] < swept + 2:  # noqa: ASYNC110
@@ -463,7 +525,8 @@ async def _judge(node: NodeProcess, clients: Clients, report: Report) -> None:
     told = await clients.look()
     report.jobs, report.attempts = len(told.jobs), sum(len(found.attempts) for found in told.jobs.values())
     report.counts = clients.history.counts()
-    report.faults = check(clients.history, told)
+    report.faults = check(clients.history, told, created=not report.plan.schedules, timed=not report.plan.virtual)
+    report.faults += await clients.judge(report)
     status = await clients.read("/status")
     report.sweeps = status["audit"]["sweeps"]
     if status["audit"]["repairs"]:
@@ -482,10 +545,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sync-delay-ms", type=int, default=usual.sync_delay_ms, help="with --cut-wal: how much longer an fsync takes")
     parser.add_argument("--producers", type=int, default=usual.producers)
     parser.add_argument("--workers", type=int, default=usual.workers)
+    parser.add_argument("--schedules", action="store_true", help="recurring schedules instead of jobs")
+    parser.add_argument("--virtual", action="store_true", help="with --schedules: on a virtual clock")
     parser.add_argument("--data-dir", type=Path, help="kept, with the node's log beside it; by default removed if all is well")
     given = parser.parse_args(arguments)
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
-    plan = Plan(given.rounds, seed, given.cut_wal, given.sync_delay_ms, given.producers, given.workers)
+    if given.virtual and not given.schedules:
+        parser.error("--virtual goes with --schedules: plain jobs are checked by the real clock")
+    plan = Plan(
+        given.rounds, seed, given.cut_wal, given.sync_delay_ms, given.producers, given.workers, given.schedules, given.virtual
+    )  # fmt: skip
     directory = given.data_dir or Path(tempfile.mkdtemp(prefix="wheelsched-crash-"))
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -496,8 +565,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faults = [str(error) for error in group.exceptions]
         print("\n".join(faults))
     if faults:
-        options = f"--rounds {plan.rounds} --seed {plan.seed}" + (" --cut-wal" if plan.cut_wal else "")
-        print(f"FAILED; everything is in {directory}. Again: python -m wheelsched.testing.crash {options}")
+        print(f"FAILED; everything is in {directory}. Again: python -m wheelsched.testing.crash {plan.options()}")
         return 1
     if given.data_dir is None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -505,4 +573,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # crash_schedules.py imports this module by its name: that one is run, else there were two of each class.
+    from wheelsched.testing import crash
+
+    sys.exit(crash.main())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
@@ -15,11 +15,13 @@ from msgspec.structs import replace
 from wheelsched.core.errors import BY_CODE, NotFound, WheelschedError
 from wheelsched.core.ids import keyed_job_id
 from wheelsched.core.settings import Settings
+from wheelsched.cron import ZoneData, jitter_of
 from wheelsched.model.commands import AnyCommand, Cancel, Create, Discard, Redrive, Release, Reply, RunNow, Update
 from wheelsched.model.rows import AttemptRow, JobSpec, JobState, QueueSettings, encode_spec
+from wheelsched.model.schedules import Definition, Missed, Overlap, SkipRow
 from wheelsched.model.states import Outcome, Priority, Status
 from wheelsched.node import Node, open_node
-from wheelsched.node.face import ClaimedJob, HeartbeatReply, JobFilter, JobRecord, QueueView
+from wheelsched.node.face import BackfillCounts, ClaimedJob, HeartbeatReply, JobFilter, JobRecord, QueueView, ScheduleRecord
 from wheelsched.store.memory import MemoryStore
 from wheelsched.testing.clock import SteppedClock
 
@@ -33,11 +35,13 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def open_test_node(
-    *, seed: int = 0, start_ms: int = START_MS, settings: Settings | Mapping[str, Mapping[str, Any]] | None = None, serve: bool = False
-) -> AsyncIterator[TestNode]:
+    *, seed: int = 0, start_ms: int = START_MS, settings: Settings | Mapping[str, Mapping[str, Any]] | None = None, serve: bool = False,
+    read_zones: Callable[[], ZoneData] | None = None,
+) -> AsyncIterator[TestNode]:  # fmt: skip
     """A running `TestNode`; closed at the end of the block. `settings` as in the YAML, e.g. `{"scheduler": {"horizon_s": 60}}`, or a
-    whole tree; `serve`: also answer HTTP on a free loopback port, at `url`."""
-    node = TestNode(seed=seed, start_ms=start_ms, settings=settings, serve=serve)
+    whole tree; `serve`: also answer HTTP on a free loopback port, at `url`; `read_zones`: other time-zone data than the package's,
+    asked for anew at each start."""
+    node = TestNode(seed=seed, start_ms=start_ms, settings=settings, serve=serve, read_zones=read_zones)
     await node.open()
     try:
         yield node
@@ -52,7 +56,7 @@ class TestNode:
 
     def __init__(
         self, *, seed: int = 0, start_ms: int = START_MS, settings: Settings | Mapping[str, Mapping[str, Any]] | None = None,
-        serve: bool = False,
+        serve: bool = False, read_zones: Callable[[], ZoneData] | None = None,
     ) -> None:  # fmt: skip
         self.settings = settings if isinstance(settings, Settings) else make_settings(settings)
         self.clock = SteppedClock(start_ms)
@@ -60,6 +64,7 @@ class TestNode:
         self.store = MemoryStore(fatal=_fail)
         self.tenant = TENANT
         self.restart_count = 0
+        self.read_zones = read_zones
         self._serve = serve
         self._port = 0
         self._server: Any = None
@@ -83,12 +88,14 @@ class TestNode:
     def now_ms(self) -> int:
         return self.clock.wall_ms()
 
-    async def open(self) -> None:
-        """Start on what the store holds; return when everything due is ready."""
-        self._node = await open_node(self.settings, store=self.store, clock=self.clock, rng=self.rng)
+    async def open(self, *, settle: bool = True) -> None:
+        """Start on what the store holds; return when everything due is ready. `settle` False: what schedules have to decide waits for
+        the next step of time, as though the workers were quicker with their reports than the node with its decisions."""
+        self._node = await open_node(self.settings, store=self.store, clock=self.clock, rng=self.rng, read_zones=self.read_zones)
         self._running = asyncio.create_task(self._node.run(), name="test node")
         await self._while_running(self._wait_loaded())
-        await self.settle()
+        if settle:
+            await self.settle()
         if self._serve:
             from wheelsched import api
 
@@ -158,10 +165,18 @@ class TestNode:
 
     # Time.
 
-    async def advance(self, *, s: float = 0.0, ms: int = 0, to: int | None = None) -> int:
+    async def advance(
+        self, *, s: float = 0.0, ms: int = 0, to: int | None = None, before_deciding: Callable[[], Awaitable[object]] | None = None
+    ) -> int:
         """Move the clock by `s` seconds and `ms` milliseconds, or to an instant (UTC ms). Everything on the way fires in order, each
-        at its own instant; returns the new now."""
+        at its own instant; returns the new now. `before_deciding` is awaited when the clock reads that instant and nothing that is due
+        at it has fired or been decided: what it does comes first."""
         to_ms = self.now_ms + round(s * 1000) + ms if to is None else to
+        if before_deciding is not None:
+            if to_ms > self.now_ms + 1:
+                await self._while_running(self.node.advance_clock(to_ms - 1))
+            self.clock.advance_to(to_ms)
+            await before_deciding()
         return await self._while_running(self.node.advance_clock(to_ms))
 
     async def settle(self) -> None:
@@ -343,6 +358,82 @@ class TestNode:
 
     async def resume(self, name: str = "default") -> None:
         await self._while_running(self.node.pause_queue(self.tenant, name, False, actor="test"))
+
+    # Schedules.
+
+    async def put_schedule(self, name: str = "schedule", *, paused: bool | None = None, **options: Any) -> ScheduleRecord:
+        """Create or replace; options as of `definition`."""
+        record, _ = await self._while_running(self.node.put_schedule(self.definition(name, **options), paused=paused, actor="test"))
+        return record
+
+    def definition(
+        self, name: str = "schedule", *, queue: str = "default", cron: str = "", zone: str = "UTC", every_s: float = 0.0,
+        anchor_ms: int | None = None, start_ms: int | None = None, end_ms: int | None = None, missed: str = "run_latest",
+        starting_deadline_s: float | None = None, overlap: str = "allow", jitter_s: float = 0.0, shadow: bool = False,
+        priority: str = "default", window_s: float = 0.0, payload: Any = None, max_attempts: int = 6, initial_backoff_s: float = 10.0,
+        max_backoff_s: float = 600.0, timeout_s: float = 3_600.0, start_deadline_s: float | None = None,
+    ) -> Definition:  # fmt: skip
+        """What `put_schedule` puts: names and seconds as in the API, the template's fields among them. `anchor_ms` of an interval: now."""
+        spec = JobSpec(
+            _ms(window_s), max_attempts=max_attempts, initial_backoff_ms=_ms(initial_backoff_s), max_backoff_ms=_ms(max_backoff_s),
+            timeout_ms=_ms(timeout_s), start_deadline_ms=-1 if start_deadline_s is None else _ms(start_deadline_s),
+        )  # fmt: skip
+        every_ms, jitter_ms = _ms(every_s), _ms(jitter_s)
+        return Definition(
+            b"", self.tenant, name, queue, cron=cron, zone=zone, every_ms=every_ms,
+            anchor_ms=-1 if not every_ms else self.now_ms if anchor_ms is None else anchor_ms,
+            jitter_ms=jitter_ms, offset_ms=jitter_of(name, jitter_ms), start_ms=-1 if start_ms is None else start_ms,
+            end_ms=-1 if end_ms is None else end_ms, missed=Missed[missed.upper()],
+            starting_deadline_ms=-1 if starting_deadline_s is None else _ms(starting_deadline_s), overlap=Overlap[overlap.upper()],
+            shadow=shadow, priority=Priority[priority.upper()], window_ms=_ms(window_s), spec=encode_spec(spec),
+            payload=msgspec.json.encode(payload),
+        )  # fmt: skip
+
+    async def schedule(self, name: str = "schedule") -> ScheduleRecord:
+        record = await self.node.read_schedule(self.tenant, name)
+        if record is None:
+            raise NotFound(f"no schedule {name}")
+        return record
+
+    async def pause_schedule(self, name: str = "schedule") -> ScheduleRecord:
+        return await self._while_running(self.node.pause_schedule(self.tenant, name, True, actor="test"))
+
+    async def resume_schedule(self, name: str = "schedule") -> ScheduleRecord:
+        return await self._while_running(self.node.pause_schedule(self.tenant, name, False, actor="test"))
+
+    async def drop_schedule(self, name: str = "schedule") -> None:
+        await self._while_running(self.node.drop_schedule(self.tenant, name, actor="test"))
+
+    async def start_run(
+        self, name: str = "schedule", *, delay_s: float = 0.0, run_at_ms: int | None = None, payload: Any = None, key: str = ""
+    ) -> JobState:
+        """A run by hand. `key`: its Idempotency-Key."""
+        fields = {"delay_s": delay_s, "run_at_ms": run_at_ms, "payload": payload}
+        reply = await self._while_running(
+            self.node.start_run(
+                self.tenant, name, run_at_ms=-1 if run_at_ms is None else run_at_ms, delay_ms=_ms(delay_s),
+                payload=None if payload is None else msgspec.json.encode(payload), key=key,
+                fingerprint=_fingerprint(fields) if key else b"", actor="test",
+            )
+        )  # fmt: skip
+        return _state(reply)
+
+    async def backfill(self, name: str = "schedule", *, from_ms: int, to_ms: int) -> BackfillCounts:
+        return await self._while_running(self.node.backfill(self.tenant, name, from_ms=from_ms, to_ms=to_ms, actor="test"))
+
+    async def runs(self, name: str = "schedule") -> tuple[list[JobRecord], list[SkipRow]]:
+        """All pages: its jobs, the one that waits included, and the records of what was left out; oldest first."""
+        jobs: list[JobRecord] = []
+        skipped: list[SkipRow] = []
+        cursor: bytes | None = None
+        while True:
+            page = await self.node.list_runs(self.tenant, name, cursor=cursor, limit=1_000)
+            if page is None:
+                raise NotFound(f"no schedule {name}")
+            jobs += page.jobs
+            skipped += page.skipped
+            if (cursor := page.cursor) is None:
+                return jobs[::-1], skipped[::-1]
 
     # Several things at once.
 

@@ -53,13 +53,15 @@ class NodeProcess:
         *,
         settings: Mapping[str, object] | None = None,
         arguments: Sequence[str] = (),
+        command: Sequence[str] = (),
         notes: Path | None = None,
         sync_delay_s: float = 0.0,
     ) -> None:
-        """`settings`: dotted keys, as in the reference file; `notes`: where the lengths of synced WAL files are noted;
-        `sync_delay_s`: how much longer each fsync takes then, so that more is under way at a kill."""
+        """`settings`: dotted keys, as in the reference file; `command`: instead of `dev` on a free port; `notes`: where the lengths
+        of synced WAL files are noted; `sync_delay_s`: how much longer each fsync takes then, so that more is under way at a kill."""
         self.data_dir = data_dir
         self.settings = dict(settings or {})
+        self.command = tuple(command) or ("dev", "--data-dir", str(data_dir), "--port", "0")
         self.arguments = tuple(arguments)
         self.notes = notes
         self.sync_delay_s = sync_delay_s
@@ -74,8 +76,9 @@ class NodeProcess:
         # Most of a start is importing, which the fork server does once.
         _processes.set_forkserver_preload(["wheelsched.testing.process", "wheelsched.cli.serve", "wheelsched.api", "wheelsched.node"])
         self.out_path.write_bytes(b"")
-        environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in self.settings.items()}
-        arguments = ["dev", "--data-dir", str(self.data_dir), "--port", "0", "--json", "--log-format", "json", *self.arguments]
+        settings = {"logging.format": "json", **self.settings}
+        environment = {"WHEELSCHED_" + name.upper().replace(".", "__"): str(value) for name, value in settings.items()}
+        arguments = [*self.command, "--json", *self.arguments]
         files = (str(self.out_path), str(self.log_path))
         watched = None if self.notes is None else (self.notes, self.sync_delay_s)
         self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, watched), daemon=True)
@@ -102,6 +105,11 @@ class NodeProcess:
     @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.is_alive()
+
+    @property
+    def has_ended(self) -> bool:
+        """By itself: it was started, and nobody asked for its end."""
+        return self._process is not None and not self._process.is_alive()
 
     @property
     def pid(self) -> int:
