@@ -1,4 +1,4 @@
-# make setup | test | demo | bench | lint | clean. Everything lives in .venv; nothing outside the tree is touched.
+# make setup | test | demo | chaos | bench | lint | clean. Everything lives in .venv; nothing outside the tree is touched.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,7 +15,7 @@ TESTS := $(wildcard tests/unit tests/contract tests/sim tests/e2e)
 PURE_TESTS := $(wildcard tests/unit/test_wheel*.py tests/unit/test_ready*.py tests/unit/test_fairness*.py tests/unit/test_dispatch*.py \
   tests/unit/test_engine*.py tests/unit/test_replica.py tests/unit/test_api_jobs.py tests/unit/test_api_claims.py tests/contract/test_wheel*.py)
 
-.PHONY: setup test demo bench cron-year lint clean
+.PHONY: setup test demo chaos bench cron-year lint clean
 
 setup: $(STAMP)
 
@@ -41,8 +41,13 @@ endif
 	@echo "== everything"
 	$(PYTHON) -m pytest --maxfail=5 --durations=5 $(TESTS)
 
+# make demo DEMO=cluster: three nodes, and the one that leads most is killed.
 demo: setup
-	@$(PYTHON) -m wheelsched.cli demo
+	@$(PYTHON) -m wheelsched.cli demo $(if $(filter cluster,$(DEMO)),--cluster)
+
+# make chaos FAULTS=100 NODES=5 SEED=7; the report goes into docs/chaos.md, too.
+chaos: setup
+	@$(PYTHON) -m wheelsched.testing.chaos --faults $(or $(FAULTS),100) --nodes $(or $(NODES),3) $(if $(SEED),--seed $(SEED)) --document docs/chaos.md
 
 bench: setup
 	@$(PYTHON) -m wheelsched.cli bench --size $(or $(SIZE),small) $(if $(ONLY),--only $(ONLY))

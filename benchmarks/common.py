@@ -308,9 +308,7 @@ class Node:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def cpu_s(self) -> float:
-        """User and system time of all its threads."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        return process_cpu_s(self.pid)
 
     def disk_bytes(self) -> int:
         return directory_bytes(self.data_dir / "db")
@@ -344,6 +342,12 @@ def temporary_directory() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def process_cpu_s(pid: int) -> float:
+    """User and system time of all threads of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
 def directory_bytes(path: Path) -> int:

@@ -22,8 +22,8 @@ from wheelsched.testing.simulate_node import quiet_logs
 from wheelsched.testing.virtual_loop import OWNER, NothingLeft, VirtualLoop
 
 STEPS = 40
-# 7: a run behind a full cap that nothing woke, because the one let back before it had been cancelled.
-FIXED = (2, 7)
+# Between them: crashes, cuts, pauses, transfers, clocks that are set, schedules.
+FIXED = (2, 10, 16)
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_failure_prints_its_seed_and_the_command_that_replays_it(monkeypatch: 
     assert f"python -m wheelsched.testing.simulate --seed 12 --steps {STEPS}" in text
 
 
-@pytest.mark.parametrize("name", ["duplicated timer after re-election", "end of a stale attempt accepted"])
+@pytest.mark.parametrize("name", ["lost wake-up of a waiter"])
 def test_a_planted_bug_is_caught(name: str) -> None:
     (bug,) = [bug for bug in mutants.BUGS if bug.name == name]
     catch = mutants.hunt(bug)

@@ -224,15 +224,15 @@ async def test_nodes_that_were_not_restored_alike_refuse_each_other(tmp_path: Pa
 async def test_a_restored_node_does_not_join_a_cluster_that_exists(tmp_path: Path) -> None:
     """Not even one that has a place for it: its rows are not what that cluster's logs begin with."""
     folder = await a_backup(tmp_path / "b")
-    n1, n2, _ = await founded()
-    late = restored("n3", folder)
-    for node in (n1, n2):
-        node.answers.table = FakeTable("n3")
-    again = [Node(node.name, node.store, life=2) for node in (n1, n2)]
-    for node in again:
-        node.answers.table = FakeTable("n3")
-    async with network(*again, late):
-        with pytest.raises(StartRefused):
+    four = (*NAMES, "n4")
+    store, settings = MemoryStore(), settings_of("n4", four)
+    fill_node(store, folder, check_backup(folder, settings), settings)
+    late = Node("n4", store, four)
+    nodes = [Node(node.name, node.store, life=2) for node in await founded()]
+    for node in nodes:
+        node.answers.table = FakeTable("n4")
+    async with network(*nodes, late, names=four):
+        with pytest.raises(StartRefused, match="could only join with an empty data directory"):
             await late.bootstrap()
     assert late.identity.is_blank
 
@@ -328,7 +328,8 @@ def a_file(folder: Path, names: Sequence[str], data_dir: str, group_count: int =
     nodes = [{"id": name, "http": f"127.0.0.1:8{name[1:]}", "peer": f"127.0.0.1:9{name[1:]}"} for name in names]
     path = folder / f"{len(names)}-{group_count}.yaml"
     store = {"block_cache_mib": 8, "write_buffer_mib": 8}
-    path.write_text(yaml.safe_dump({"cluster": {"group_count": group_count, "nodes": nodes}, "node": {"data_dir": data_dir}, "store": store}))
+    cluster = {"group_count": group_count, "nodes": nodes}
+    path.write_text(yaml.safe_dump({"cluster": cluster, "node": {"data_dir": data_dir}, "store": store}))
     return str(path)
 
 

@@ -15,12 +15,13 @@ import structlog
 from wheelsched.cluster import Handlers, PeerAddress, Transport, TransportOptions
 from wheelsched.cluster.bootstrap import Answer, BootstrapAnswers, Question, StartRefused, bootstrap
 from wheelsched.cluster.handshake import Identity
-from wheelsched.cluster.identity import LocalIdentity
+from wheelsched.cluster.identity import LocalIdentity, check_alone
 from wheelsched.cluster.placement import Founding
 from wheelsched.core.errors import InvalidRequest, Unavailable
 from wheelsched.core.settings import ClusterSettings, NodeAddress, NodeSettings, Settings, raft_ids
 from wheelsched.model.keys import META_GROUP, RAFT_META
 from wheelsched.model.members import MemberRow
+from wheelsched.node import open_node
 from wheelsched.raft import Configuration
 from wheelsched.runtime.clock import RealClock
 from wheelsched.store import StoreRefused
@@ -241,6 +242,13 @@ async def test_the_data_of_a_node_that_was_alone_is_not_blank() -> None:
     RaftLog(store, [0, META_GROUP])
     with pytest.raises(StoreRefused, match="by a node that is alone"):
         LocalIdentity.open(store, settings_of("n1"), random.Random(1))
+
+
+async def test_the_data_of_a_node_of_several_is_not_run_alone() -> None:
+    [n1, *_] = await founded()
+    with pytest.raises(StoreRefused, match=r"the data of n1 belongs to cluster [0-9a-f]{32}, and cluster\.nodes is empty"):
+        await open_node(Settings(), store=n1.store.crash())
+    check_alone(Node("n1").store)
 
 
 # ---- joining

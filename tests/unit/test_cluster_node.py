@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from wheelsched.core.errors import Unavailable
+from wheelsched.core.errors import OutcomeUnknown, Unavailable
 from wheelsched.model.commands import Create
 from wheelsched.model.rows import JobSpec, QueueSettings, encode_spec
 from wheelsched.model.schedules import Definition, Overlap
@@ -55,8 +55,10 @@ async def test_a_worker_of_one_node_is_given_the_jobs_of_all() -> None:
         made = set(await create(cluster.face(1), 60))
         worker = cluster.face(3)
         claimed: list[ClaimedJob] = []
-        while jobs := await claim(worker, 7):
-            claimed += jobs
+        async with asyncio.timeout(30):
+            while len(claimed) < len(made):
+                claimed += await claim(worker, 7, wait_ms=200)
+        assert await claim(worker, 7) == []
         assert {job.state.job_id for job in claimed} == made
         assert len(claimed) == len(made)
         for job in claimed:
@@ -109,7 +111,8 @@ async def test_a_node_that_is_cut_off_answers_503_and_leads_nothing() -> None:
         others = [node_id for node_id in cluster.nodes if node_id != lonely]
         await create(cluster.face(others[0]), 20)
         assert cluster.face(lonely).local.dispatcher.led == []
-        with pytest.raises(Unavailable):
+        # 503, or 504 for what it had in its log when it was cut off; never an answer that looks like the caller's fault.
+        with pytest.raises((Unavailable, OutcomeUnknown)):
             await cluster.face(lonely).propose(a_create(cluster.face(lonely)))
         cluster.heal()
         await cluster.wait_led()

@@ -284,14 +284,14 @@ def told(steps: list[Step]) -> Story:
     return story
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(steps=STEPS)
 def test_the_promises_hold_whatever_is_done_to_schedules(steps: list[Step]) -> None:
     """`one_next_occurrence`, `one_job_per_occurrence`, none lost: see `ScheduleGroup.check` and `Story._check_accounts`."""
     told(steps)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(steps=STEPS)
 def test_two_replicas_hold_the_same_bytes(steps: list[Step]) -> None:
     """`applied_agrees`: from the same log, with and without rows read ahead."""
@@ -306,7 +306,7 @@ def test_two_replicas_hold_the_same_bytes(steps: list[Step]) -> None:
 def test_random_stories_get_everywhere() -> None:
     """The tests above are worth little if their stories never reach what they are about. Method: a fixed set of them, counted."""
     rng, seen, reasons, phases = random.Random(11), Counter[str](), Counter[str](), Counter[str]()
-    for _ in range(60):
+    for _ in range(40):
         clocks = (0, 1, 7_000, 31_000, MINUTE_MS)
         story = told([Step(rng.choice(KINDS), rng.choice(NAMES), rng.choice(clocks), rng.randrange(64)) for _ in range(60)])
         seen += story.seen

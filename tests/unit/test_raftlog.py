@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from wheelsched.core.invariants import InvariantBroken
-from wheelsched.model.keys import META_GROUP, RAFT_LOG, RAFT_META, log_key
+from wheelsched.model.keys import META_GROUP, RAFT_LOG, RAFT_META, group_prefix, log_key
+from wheelsched.model.rows import GroupState
+from wheelsched.raft import EntryKind, make_entry
 from wheelsched.store import StoreCorrupt
 from wheelsched.store import raftlog as module
 from wheelsched.store.memory import MemoryStore
@@ -44,6 +46,79 @@ def flip(store: MemoryStore, family: str, key: bytes, position: int) -> None:
     row = bytearray(store.get(family, key) or b"")
     row[position] ^= 0x10
     store.write({family: {key: bytes(row)}})
+
+
+def test_a_commit_index_that_was_noted_is_in_the_next_hard_state(store: MemoryStore) -> None:
+    log = RaftLog(store, GROUPS)
+    append(store, log, 1, an_entry(11), an_entry(12), commit=False)
+    log.note_commit(1, 12)
+    assert log.hard_state(1).commit == 12 and RaftLog(store, GROUPS).hard_state(1).commit == FIRST_INDEX
+    with pytest.raises(InvariantBroken):
+        log.note_commit(1, 13)
+    append(store, log, 1, an_entry(13), commit=False)
+    assert RaftLog(store, GROUPS).hard_state(1).commit == 12
+
+
+def test_a_group_that_is_joined_starts_before_everything_the_others_have(store: MemoryStore) -> None:
+    log = RaftLog(store, GROUPS, joining=(1,))
+    assert (log.first_index(1), log.last_index(1), log.term(1, 0)) == (1, 0, 0)
+    assert log.hard_state(1) == HardState(term=0, vote=0, commit=0)
+    assert log.first_index(0) == FIRST_INDEX + 1
+    append(store, log, 0, an_entry(11))
+    again = RaftLog(store, GROUPS, joining=GROUPS)
+    assert again.last_index(0) == 11 and again.last_index(1) == 0, "what is there stays"
+
+
+def test_entries_of_the_core_are_the_same_rows_and_replace_a_tail(store: MemoryStore) -> None:
+    log = RaftLog(store, GROUPS)
+    puts: Puts = {}
+    log.append(puts, 1, [make_entry(1, index, 2, EntryKind.COMMANDS, b"%d" % index) for index in range(11, 16)])
+    log.add_hard_state(puts, 1, HardState(2, 0, FIRST_INDEX))
+    store.write(puts)
+    puts = {}
+    log.append(puts, 1, [make_entry(1, 13, 3, EntryKind.COMMANDS, b"new")])
+    log.add_hard_state(puts, 1, HardState(3, 0, FIRST_INDEX))
+    store.write(puts)
+    for read in (log, RaftLog(store, GROUPS)):
+        assert [(entry.index, entry.term, entry.payload) for entry in read.read(1, 11, 13)] == [
+            (11, 2, b"11"), (12, 2, b"12"), (13, 3, b"new"),
+        ]  # fmt: skip
+        assert read.last_index(1) == 13 and read.term_runs(1, 11, 13) == [(11, 2), (13, 3)]
+    assert store.get(RAFT_LOG, log_key(1, 14)) is None
+    with pytest.raises(InvariantBroken):
+        log.append({}, 1, [make_entry(1, 15, 3, EntryKind.COMMANDS)])
+
+
+@pytest.mark.parametrize("terms", [[2], [2] * 50, [2, 3, 4, 5, 6], [2] * 7 + [5] * 30 + [6] + [9] * 11])
+def test_stretches_of_one_term_are_found_by_halving(store: MemoryStore, terms: list[int]) -> None:
+    log = RaftLog(store, GROUPS)
+    append(store, log, 0, *(an_entry(11 + place, term) for place, term in enumerate(terms)))
+    wanted = [(11 + place, term) for place, term in enumerate(terms) if not place or terms[place - 1] != term]
+    last = log.last_index(0)
+    assert log.term_runs(0, 11, last) == wanted
+    assert log.term_runs(0, 11, 10) == []
+
+
+def test_an_installed_snapshot_is_the_start_of_the_log(store: MemoryStore) -> None:
+    log = RaftLog(store, GROUPS)
+    append(store, log, 1, *(an_entry(index, 2) for index in range(11, 20)))
+    puts: Puts = {}
+    log.add_installing(puts, 1, b"what it is")
+    store.write(puts)
+    assert RaftLog(store, GROUPS).installing(1) == b"what it is" and log.installing(0) is None
+    puts, ranges = {}, []
+    log.install(puts, ranges, 1, GroupState(applied_index=50, applied_term=3), HardState(4, 2, 50), b"members")
+    store.write(puts, ranges)
+    for read in (log, RaftLog(store, GROUPS)):
+        assert (read.first_index(1), read.last_index(1), read.term(1, 50)) == (51, 50, 3)
+        assert read.hard_state(1) == HardState(4, 2, 50) and read.group_state(1).applied_index == 50
+        assert read.configuration(1) == b"members" and read.configuration(0) is None and read.installing(1) is None
+    assert store.scan(RAFT_LOG, log_key(1, 0), log_key(2, 0), 10) == []
+    flip(store, RAFT_META, b"C" + group_prefix(1), 0)
+    with pytest.raises(StoreCorrupt):
+        log.configuration(1)
+    with pytest.raises(InvariantBroken):
+        log.install({}, [], 1, GroupState(applied_index=50, applied_term=3), HardState(4, 2, 50), b"")
 
 
 def test_a_blank_group_starts_behind_a_snapshot(store: MemoryStore) -> None:

@@ -323,6 +323,21 @@ async def test_a_job_that_moved_on_before_its_claim_leaves_the_waiter_in_its_pla
         assert waiting.done()
 
 
+async def test_a_waiter_whose_promise_came_to_nothing_is_told_of_at_once(world: World) -> None:
+    """Its node had said that it wants nothing beyond what was promised."""
+    gone = await world.nodes[2].create()
+    await world.nodes[2].pause()
+    await world.nodes[2].cancel(gone)
+    waiting = world.poll(1)
+    await world.settle()
+    await world.nodes[2].resume()
+    await world.settle()
+    assert world.count("deliver") == 1 and not waiting.done()
+    await world.nodes[2].create()
+    await world.settle()
+    assert waiting.done()
+
+
 async def test_a_rate_holds_back_what_is_offered_to_others(world: World) -> None:
     await world.nodes[2].put_queue(rate_per_s=1_000.0)
     await world.nodes[2].create_many([{}] * 3)

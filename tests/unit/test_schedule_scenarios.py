@@ -87,7 +87,7 @@ def a_scenario(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @example(a_scenario(down=[[text(START + 50), text(START + 120)], [text(START + 120), text(START + 150)]]))
 @given(scenario=scenarios())
 def test_a_node_does_what_the_model_does(scenario: Mapping[str, Any]) -> None:

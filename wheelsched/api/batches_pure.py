@@ -53,9 +53,7 @@ def draft_jobs(
             )
 
 
-def created_json(
-    drafts: Sequence[Any], replies: Sequence[Reply | None], others: Sequence[bytes | None] | None, /
-) -> bytes | None:
+def created_json(drafts: Sequence[Any], replies: Sequence[Reply | None], others: Sequence[bytes | None] | None, /) -> bytes | None:
     """The answer to a batch: for each item what `others` has, else the job that its reply made, in its draft's words.
 
     Without `others` every reply has to be of a job just made; None where one is not."""

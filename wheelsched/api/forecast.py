@@ -18,7 +18,7 @@ _MINUTE_MS: Final = 60_000
 _HOURS_DEFAULT: Final = 24
 
 
-async def get(api: Api, request: Request) -> Response:
+async def forecast(api: Api, request: Request) -> Response:
     """Whole minutes of [from, to): from now on for a day, unless asked for otherwise."""
     now_ms = api.node.clock.wall_ms()
     from_ms = jobs.bound_of(request.query, "from", now_ms)

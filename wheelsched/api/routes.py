@@ -177,7 +177,7 @@ ROUTES: Final = (
     Route(method="GET", path="/v1/schedules/{schedule}/runs", handler=schedules.list_runs, tag="schedules",
           summary="Runs of a schedule, newest first, and what was left out.", answers={200: schemas.RunPage}, errors=(404,),
           query=_PAGING),
-    Route(method="GET", path="/v1/forecast", handler=forecast.get, tag="schedules", summary="Jobs that will be due, by minute and queue.",
+    Route(method="GET", path="/v1/forecast", handler=forecast.forecast, tag="schedules", summary="Jobs that will be due, by minute and queue.",
           answers={200: schemas.Forecast}, query=_FORECAST),
     Route(method="POST", path="/v1/time-zones:reload", handler=schedules.reload_zones, tag="schedules",
           summary="Read the time-zone data again; waiting runs of zones that changed move.", body=schemas.Nothing, body_optional=True,

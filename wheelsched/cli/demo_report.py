@@ -35,11 +35,29 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """Unix seconds of the kill, of the restart and of the first `ready`."""
+    """Unix seconds of the kill, of the restart and of the first `ready`. In a cluster others are ready for what the node led before it
+    is back: `back_s`; `node` is its name then, `groups` how many it led."""
 
     killed_s: float
     restarted_s: float
     ready_s: float
+    node: str = ""
+    groups: int = 0
+    back_s: float = 0.0
+
+    @property
+    def start_s(self) -> float:
+        """From the restart until the node was ready."""
+        return (self.back_s or self.ready_s) - self.restarted_s
+
+    def marks(self) -> list[tuple[float, str, str]]:
+        """(instant, what happened, style), for the pictures."""
+        if not self.node:
+            return [(self.killed_s, "kill -9", "bold red"), (self.ready_s, "ready again", "bold green")]
+        return [
+            (self.killed_s, f"kill -9 of {self.node}, which led {self.groups} groups", "bold red"),
+            (self.ready_s, "the others lead them", "bold green"), (self.back_s, f"{self.node} is back", "green"),
+        ]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -130,7 +148,7 @@ class Account:
             "good": self.good, "kinds": kinds, "lost": self.lost, "run_twice": self.run_twice, "keys_repeated": self.replayed,
             "keys_created_twice": self.replay_mistakes, "jobs_nobody_asked_for": self.unknown_jobs,
             "outage_s": round(self.outage.ready_s - self.outage.killed_s, 3),
-            "restart_to_ready_s": round(self.outage.ready_s - self.outage.restarted_s, 3),
+            "restart_to_ready_s": round(self.outage.start_s, 3),
             "late_during_outage_s": _summary(self.lateness(self.finished, during_outage=True)),
         }  # fmt: skip
 
@@ -183,7 +201,11 @@ def _table(account: Account) -> Group:
     )  # fmt: skip
     return Group(
         make_table(columns, rows, title="Every job accounted for"),
-        Text("lateness: start of the handler minus fire_at, of jobs due while the node was up", style="dim"),
+        Text(
+            "lateness: start of the handler minus fire_at, of jobs due while "
+            + ("every group had a leader" if account.outage.node else "the node was up"),
+            style="dim",
+        ),
     )
 
 
@@ -205,7 +227,10 @@ def _histogram(account: Account) -> Panel:
         lines.append("█" * _cells(up[name], most), style="green")
         lines.append("█" * _cells(down[name], most), style="red")
         lines.append(f" {up[name] + down[name] or ''}\n")
-    lines.append("green: due while the node was up; red: due while it was killed", style="dim")
+    lines.append(
+        "green: due while every group had a leader; red: due while some had none" if account.outage.node
+        else "green: due while the node was up; red: due while it was killed", style="dim",
+    )  # fmt: skip
     return Panel(lines, title="Lateness", title_align="left", expand=False)
 
 
@@ -225,18 +250,19 @@ def _timeline(account: Account) -> Panel:
             starts[int(run.at_s - account.start_s)] += 1
     most = max([1, *starts.values()])
     killed, ready = (int(at - account.start_s) for at in (account.outage.killed_s, account.outage.ready_s))
+    marks: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for at_s, what, style in account.outage.marks():
+        marks[int(at_s - account.start_s)].append((what, style))
     lines = Text()
-    for second in range(max([*starts, *worst, ready]) + 1):
+    for second in range(max([*starts, *worst, *marks]) + 1):
         down = killed <= second <= ready
         lines.append(f"{second:>4} s ", style="red" if down else "")
         lines.append("█" * _cells(starts[second], most), style="cyan")
         lines.append(f" {starts[second] or ''}")
         if second in worst:
             lines.append(f"  latest of those due here: {seconds(worst[second])}", style="red" if down else "dim")
-        if second == killed:
-            lines.append("  <- kill -9", style="bold red")
-        if second == ready:
-            lines.append("  <- ready again", style="bold green")
+        for what, style in marks[second]:
+            lines.append(f"  <- {what}", style=style)
         lines.append("\n")
     return Panel(lines, title="Starts per second", title_align="left", expand=False)
 
@@ -245,10 +271,17 @@ def _verdict(account: Account) -> Text:
     down = account.lateness(account.finished, during_outage=True)
     outage = account.outage
     text = Text()
-    text.append(
-        f"node killed for {outage.ready_s - outage.killed_s:.1f} s (ready {outage.ready_s - outage.restarted_s:.1f} s after its "
-        f"restart); {len(down)} jobs came due in that time, the last one started {seconds(down[-1] if down else 0.0)} late\n"
-    )
+    if outage.node:
+        text.append(
+            f"{outage.node} killed, which led {outage.groups} groups; the others led them after {outage.ready_s - outage.killed_s:.1f} s "
+            f"and it was back after {outage.back_s - outage.killed_s:.1f} s (ready {outage.start_s:.1f} s after its restart)\n"
+        )
+        text.append(f"{len(down)} jobs came due without a leader, the last one started {seconds(down[-1] if down else 0.0)} late\n")
+    else:
+        text.append(
+            f"node killed for {outage.ready_s - outage.killed_s:.1f} s (ready {outage.start_s:.1f} s after its "
+            f"restart); {len(down)} jobs came due in that time, the last one started {seconds(down[-1] if down else 0.0)} late\n"
+        )
     expired = sum(attempt["outcome"] == "lease_expired" for one in account.finished for attempt in one.attempts)
     text.append(f"{expired} attempts lost their lease in the outage and were tried again, with that cause on record\n")
     text.append(f"{account.replayed} creates were sent again with their key: {account.replay_mistakes} made a second job\n")
@@ -291,7 +324,10 @@ def draw_lateness(account: Account, path: Path) -> bool:
     figure, axes = plt.subplots(figsize=(11, 5.5), dpi=120)
     at: Callable[[float], float] = lambda unix_s: unix_s - account.start_s  # noqa: E731
     outage = account.outage
-    axes.axvspan(at(outage.killed_s), at(outage.ready_s), color="tab:red", alpha=0.13, label="node killed")
+    shaded = f"{outage.node} killed: {outage.groups} groups without a leader" if outage.node else "node killed"
+    axes.axvspan(at(outage.killed_s), at(outage.ready_s), color="tab:red", alpha=0.13, label=shaded)
+    if outage.node:
+        axes.axvline(at(outage.back_s), color="tab:green", linestyle="--", linewidth=1, label=f"{outage.node} is back")
     for colour, (name, jobs) in zip(_COLOURS, account.by_kind.items(), strict=False):
         points = [(at(one.fire_at_s), max(late * 1_000, 0.1)) for one in jobs if (late := one.lateness_s) is not None]
         if points:
@@ -300,9 +336,7 @@ def draw_lateness(account: Account, path: Path) -> bool:
     axes.set_yscale("log")
     axes.set_xlabel("fire_at, seconds of the run")
     axes.set_ylabel("lateness, ms (log)")
-    axes.set_title(
-        f"wheelsched demo: {len(account.finished)} jobs, {account.lost} lost, {account.run_twice} run twice without cause"
-    )
+    axes.set_title(f"wheelsched demo: {len(account.finished)} jobs, {account.lost} lost, {account.run_twice} run twice without cause")
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(loc="upper right", fontsize=8)
     figure.tight_layout()

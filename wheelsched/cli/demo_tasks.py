@@ -12,7 +12,8 @@ from wheelsched.cli.demo_plan import LEASE_S, QUEUE
 from wheelsched.worker import App, Job
 
 # More slots than jobs come due at once: lateness is then the scheduler's and not that of workers who are busy.
-app = App(os.environ["WHEELSCHED_URL"], slots=50, lease_s=LEASE_S, wait_s=5, grace_s=5)
+# Several nodes of a cluster by comma: the first is asked, and the next one where it does not answer.
+app = App(os.environ["WHEELSCHED_URL"].split(","), slots=50, lease_s=LEASE_S, wait_s=5, grace_s=5)
 
 _folder = os.environ.get("WHEELSCHED_DEMO_RUNS", ".")
 # One small append is one write: notes of concurrent handlers cannot mix, and what was noted survives this process.

@@ -203,6 +203,16 @@ class LocalIdentity:
         self._store.write({RAFT_META: {IDENTITY_KEY: msgspec.msgpack.encode(self._row)}})
 
 
+def check_alone(store: Store) -> None:
+    """Raise `StoreRefused` where the data is that of a node of several: alone it would change what the others go on to change."""
+    identity = LocalIdentity.load(store)
+    if identity is not None and not identity.is_blank:
+        raise StoreRefused(
+            f"the data of {identity.name} belongs to cluster {identity.cluster_id.hex()}, and cluster.nodes is empty; name its nodes "
+            "there, or give this node an empty node.data_dir"
+        )
+
+
 def lost_data(name: str, *, recorder: str, recorder_is_blank: bool) -> str:
     """Why a node that comes back with another data directory is refused, and what helps."""
     if recorder_is_blank:

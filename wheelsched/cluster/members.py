@@ -150,6 +150,8 @@ class MemberChanges:
                     f"{len(left)} nodes would be left and cluster.replication_factor is {table.replication_factor}; "
                     "add a node first, or accept fewer replicas with force"
                 )
+            if force:
+                _check_majorities(table, row)
             return [msgspec.structs.replace(row, state=MemberState.DRAINING, leaves=True, is_gone=row.is_gone or force)]
 
         return (await self._change(decide, actor))[-1]
@@ -165,6 +167,7 @@ class MemberChanges:
                 if row.generation > 1 and (http or row.http, peer or row.peer) == (row.http, row.peer):
                     return [row]  # said twice
                 raise InvalidRequest(f"{name} has not joined yet, so its place is free: start it with an empty node.data_dir")
+            _check_majorities(table, row)
             gone = msgspec.structs.replace(row, state=MemberState.DRAINING, leaves=True, is_gone=True)
             return [gone, self._new_row(table, name, http or row.http, peer or row.peer, instead=row.raft_id)]
 
@@ -229,6 +232,21 @@ class MemberChanges:
             if reply.refusal != "version-mismatch" or self._clock.mono_ms() >= until_ms:
                 raise BY_CODE.get(reply.refusal, WheelschedError)(reply.detail)
             await self._clock.sleep_until(self._clock.mono_ms() + AGAIN_MS)
+
+
+def _check_majorities(table: MemberTable, row: MemberRow) -> None:
+    """Raise `InvalidRequest` where a group would have too few left to agree on anything: then nobody could take the place either."""
+    for group in table.groups.values():
+        if row.raft_id not in group.voters or row.is_gone:
+            continue
+        left = [node for node in group.voters if node != row.raft_id and node in table.members and not table.members[node].is_gone]
+        if 2 * len(left) <= len(group.voters):
+            given_up = [table.name_of(node) for node in group.voters if node not in left and node != row.raft_id]
+            also = f"{' and '.join(given_up)} was given up as well and still has to be replaced in it" if given_up else "no copy would do"
+            raise InvalidRequest(
+                f"without {row.name} group {group_name(group.group)} would have no majority: {also}; "
+                "wait for that, or bring the node back, or recover the cluster from what is left"
+            )
 
 
 def _may_join(row: MemberRow, incarnation: bytes) -> bool:

@@ -161,6 +161,10 @@ def _meta_change(picture: Picture, row: GroupRow) -> GroupChange | None:
             return GroupChange(node, as_learner=True)
     if len(row.voters) < meta_voter_count(len(picture.active())) and spare:
         return GroupChange(spare[0])
+    if len(row.voters) > meta_voter_count(picture.coming()):
+        # Four ask for one more answer than three and survive no more. It comes back as a learner.
+        leader = _leader(picture, row.group)
+        return GroupChange(0, max(node for node in row.voters if node != leader), force=True)
     return None
 
 
@@ -208,19 +212,20 @@ def next_step(picture: Picture, row: GroupRow) -> Order | GroupRow | None:
             if lag is None or lag > CAUGHT_UP_ENTRIES:
                 return None
             instead = leave if leave in seen.voters else 0
-            return _leave_office(row, leader, seen, instead) or Order(row.group, OrderKind.PROMOTE, enter, instead)
+            return _leave_office(picture, row, leader, seen, instead) or Order(row.group, OrderKind.PROMOTE, enter, instead)
     if leave and leave in seen.voters:
-        return _leave_office(row, leader, seen, leave) or Order(row.group, OrderKind.REMOVE, leave, force=change.force)
+        return _leave_office(picture, row, leader, seen, leave) or Order(row.group, OrderKind.REMOVE, leave, force=change.force)
     if leave and leave in seen.learners:
         return Order(row.group, OrderKind.REMOVE, leave)
     return settled(picture, row, seen)
 
 
-def _leave_office(row: GroupRow, leader: int, seen: GroupReport, leave: int) -> Order | None:
+def _leave_office(picture: Picture, row: GroupRow, leader: int, seen: GroupReport, leave: int) -> Order | None:
     """A leader that is to leave hands over first: nobody has to wait for an election."""
     if leader != leave:
         return None
-    to = most_level([node for node in seen.voters if node != leave], seen, first=row.preferred)
+    others = [node for node in seen.voters if node != leave]
+    to = most_level([node for node in others if not picture.has_to_go(node)], seen, first=row.preferred) or most_level(others, seen)
     return Order(row.group, OrderKind.TRANSFER, to) if to else None
 
 
@@ -294,7 +299,11 @@ def plan_handovers(picture: Picture) -> list[Order]:
     orders: list[Order] = []
     for group, (leader, seen) in sorted(picture.leaders.items()):
         if picture.has_to_go(leader) and not seen.outgoing and not seen.transferee:
-            to = most_level([node for node in seen.voters if not picture.has_to_go(node)], seen, first=_preferred(picture, group))
+            row = picture.groups.get(group)
+            # Not to one that leaves this very group: the two would hand it to each other for ever.
+            leaves = row.change.leave if row is not None and row.change is not None else 0
+            takers = [node for node in seen.voters if not picture.has_to_go(node) and node != leaves]
+            to = most_level(takers, seen, first=_preferred(picture, group))
             if to:
                 orders.append(Order(group, OrderKind.TRANSFER, to))
     others = [order for order in orders if order.group != META_GROUP]

@@ -591,17 +591,18 @@ class Transport:
 
     def _stranger(self, theirs: Hello, peer: Peer | None) -> Refusal | None:
         if peer is None or self._peers.get(theirs.raft_id) is not peer or peer.address.name != theirs.name:
-            if theirs.raft_id in self.tombstones:
+            namesakes = [node for node, other in self._peers.items() if other.address.name == theirs.name]
+            # A blank node knows no other id than that of its settings, be it the one that went with its data the time before.
+            if theirs.raft_id in self.tombstones and (theirs.cluster_id or not namesakes):
                 return Refusal(
                     "removed", f"{theirs.name} was removed from the cluster; stop it and delete its data directory, "
                     f"or add it anew with `wheelsched cluster add {theirs.name}` and an empty one",
                 )  # fmt: skip
-            for node, other in self._peers.items():
-                if other.address.name == theirs.name:
-                    return Refusal(
-                        "other-raft-id",
-                        f"{theirs.name} has raft id {node} in this cluster and not {theirs.raft_id}: its place was given anew", node,
-                    )  # fmt: skip
+            for node in namesakes:
+                return Refusal(
+                    "other-raft-id",
+                    f"{theirs.name} has raft id {node} in this cluster and not {theirs.raft_id}: its place was given anew", node,
+                )  # fmt: skip
             return Refusal(
                 "not-a-member", f"{theirs.name} (raft id {theirs.raft_id}) is not known to {self.identity.name}; "
                 "add it to cluster.nodes on every node, or with `wheelsched cluster add`",

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from wheelsched import __version__
+from wheelsched.cluster.identity import check_alone
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.settings import Settings
 from wheelsched.cron import ZoneData
@@ -33,6 +34,7 @@ async def open_node(
     metrics = Metrics(version=__version__)
     opened = store or open_store(settings, metrics)
     try:
+        check_alone(opened)
         node = Node(
             settings, opened, clock or _open_clock(settings, opened), rng or random.Random(secrets.randbits(256)), metrics,
             read_zones or (lambda: read_zone_data(settings)),

@@ -325,6 +325,7 @@ class ClusterNode:
         until_ms = self.clock.mono_ms() + PATIENCE_MS
         answers: list[Answer] = [_UNKNOWN] * len(pairs)
         left = list(range(len(pairs)))
+        maybe: set[int] = set()
         while left:
             by_leader: dict[int | None, list[int]] = {}
             for position in left:
@@ -333,8 +334,12 @@ class ClusterNode:
             for places, result in zip(by_leader.values(), results, strict=True):
                 for place, answer in zip(places, result, strict=True):
                     answers[place] = answer
+            maybe.update(place for place in left if answers[place] is _MAYBE)
             left = [place for place in left if answers[place].code == calls.NOT_LEADER]
             if left and self.clock.mono_ms() >= until_ms:
+                # That nobody leads now does not undo what somebody may have taken before.
+                for place in maybe.intersection(left):
+                    answers[place] = _UNKNOWN
                 break
             if left:
                 await asyncio.sleep(LOOK_AGAIN_S)
@@ -354,7 +359,7 @@ class ClusterNode:
         except WheelschedError as error:
             if not all(_is_safe(pairs[place][1]) for place in places):
                 return [Answer(None, error.code, error.detail)] * len(places)
-            return [_NO_LEADER] * len(places)
+            return [_MAYBE] * len(places)
 
     # Reads.
 
@@ -527,7 +532,9 @@ class ClusterNode:
 
 # What came to nothing, or may have: such a command is proposed again.
 _AGAIN: Final = frozenset({calls.NOT_LEADER, Unavailable.code, OutcomeUnknown.code})
-_UNKNOWN: Final = Answer(None, OutcomeUnknown.code, "not answered")
+_UNKNOWN: Final = Answer(None, OutcomeUnknown.code, "no node answered in time; it may have been done all the same")
+# As `_NO_LEADER`, of what was sent before: to be proposed again, which does no harm.
+_MAYBE: Final = Answer(None, calls.NOT_LEADER, "not answered")
 _NO_LEADER: Final = Answer(None, calls.NOT_LEADER, "no node leads the job's group at the moment; try again in a second")
 
 

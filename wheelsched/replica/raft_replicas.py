@@ -40,6 +40,7 @@ from wheelsched.raft import (
     EntryKind,
     InstallSnapshot,
     Ready,
+    Role,
     decode_change,
     is_sound,
 )
@@ -532,7 +533,9 @@ class RaftReplicas:
             self._applier.forget_leased()
         if ready.entries:
             self._log.append(puts, group, ready.entries)
-        if ready.hard_state is not None:
+        if ready.hard_state is not None and not ready.must_sync:
+            self._log.note_commit(group, ready.hard_state.commit)
+        elif ready.hard_state is not None:
             self._log.add_hard_state(puts, group, HardState(*ready.hard_state))
         elif ready.entries:
             self._log.add_hard_state(puts, group, self._log.hard_state(group))
@@ -581,14 +584,18 @@ class RaftReplicas:
 
     def _persist(self, member: RaftMember, ready: Ready) -> None:
         """A Ready is durable: what waited for that leaves now."""
-        member.raft.persisted(ready)
-        self._dirty[member] = None
+        raft = member.raft
+        # Most Readies hold nothing that durability changes: heartbeats and their answers, 640 a second for 32 groups. A ballot may.
+        is_news = ready.must_sync or raft.role not in (Role.FOLLOWER, Role.LEADER)
+        raft.persisted(ready)
         for message in ready.after:
             self._outbox.setdefault(message.to, []).append((member.group, message))
         if ready.snapshot is not None:
             self._transfers.end(member, installed=True)
             self._on_replaced(member.group)
-        self._offices.review(member)
+        if is_news:
+            self._dirty[member] = None
+            self._offices.review(member)
 
     def _flush(self) -> None:
         if self._outbox:
@@ -658,13 +665,21 @@ class RaftReplicas:
 
     def _apply_batch(self) -> int:
         """Apply some of what is committed, and tell the cores."""
-        count = self._applier.apply(list(islice(self._to_apply, APPLY_AHEAD)))
+        batch = list(islice(self._to_apply, APPLY_AHEAD))
+        # An office or lease that ended is let go of before rows change: whoever drops its memory of a group counts by the rows, and one
+        # entry's effects are told after all rows of the batch are written.
+        for member in {item.member.group: item.member for item in batch}.values():
+            assert isinstance(member, RaftMember)
+            if member.leading and not self._offices.may_lead(member):
+                self._offices.review(member)
+        count = self._applier.apply(batch)
         for _ in range(count):
             item = self._to_apply.popleft()
             member = item.member
             assert isinstance(member, RaftMember)
             member.raft.applied(item.index)
-            self._dirty[member] = None
+            if item.configure is not None or member.raft.configuration.is_joint:
+                self._dirty[member] = None  # the way out of a joint configuration is proposed once it is applied
             if member.awaiting_apply:
                 member.settle_reads()
             self._offices.review(member)
@@ -672,11 +687,8 @@ class RaftReplicas:
         return count
 
     def _give_effects(self, group: int, effects: Sequence[Effect]) -> None:
-        member = self._members[group]
-        if member.leading and not self._offices.may_lead(member):
-            self._offices.review(member)
         # Settings are every node's business: each learns them from its own replica, whoever leads the meta group.
-        if member.leading or group == META_GROUP:
+        if self._members[group].leading or group == META_GROUP:
             self._on_effects(group, effects)
 
     def _compact(self, member: RaftMember) -> None:

@@ -230,6 +230,12 @@ class RaftLog:
         row = _HARD.pack(hard.term, hard.vote, hard.commit, state.last_index)
         _put_sealed(puts.setdefault(RAFT_META, {}), b"H", group, row)
 
+    def note_commit(self, group: int, commit: int) -> None:
+        """A commit index that is not worth a write of its own: the next row `H` carries it. A restart knows at least what is applied."""
+        state = self._groups[group]
+        invariant(state.hard.commit <= commit <= state.last_index, "commit_is_held", group=group, commit=commit, last=state.last_index)
+        state.hard = HardState(state.hard.term, state.hard.vote, commit)
+
     def add_group_state(self, puts: Puts, group: int, group_state: GroupState) -> None:
         """Put the row `A` into the batch that holds the rows it describes: a crash then rolls both back together."""
         state = self._groups[group]

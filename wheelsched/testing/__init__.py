@@ -32,7 +32,10 @@ node, `wheelsched_client` an `AsyncClient` of one that answers HTTP on a free lo
 Any client in any language can be used with `open_test_node(serve=True)` and its `url`; `POST /v1/clock:advance` moves the clock then.
 
 `node.py` is the first file to read. `clock.py` steps the wall clock apart from the monotonic one; `checks.py` recounts what the rows say;
-`simulate_node.py` runs random days from one seed against an obvious model (`python -m wheelsched.testing.simulate_node --seed 7`).
+`simulate_node.py` runs random days from one seed against an obvious model (`python -m wheelsched.testing.simulate_node --seed 7`),
+`simulate_schedules.py` does the same with recurring schedules; `schedule_scenarios.py` plays the vectors of missed occurrences, and
+`cron_year.py` lives through a year in a dozen zones. `simulate.py` puts a whole cluster under faults, in the virtual time of
+`virtual_loop.py`; `mutants.py` plants deliberate bugs and tells what catches them.
 Nothing here needs pytest except the plugin, and nothing of the product imports this package.
 """
 

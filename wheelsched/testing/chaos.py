@@ -412,6 +412,9 @@ class Chaos:
         if kind == "full":
             return self.cluster.names[-1]
         free = [name for name in self.cluster.names if name not in self._busy]
+        if kind == "wipe":
+            # A blank node knows the others by the ids that the settings stand for: one has to be left that was never replaced.
+            return self.rng.choice([name for name in free if name != self.cluster.names[0]])
         if self.rng.random() < 0.5:
             return self.rng.choice(free)
         led = [(len(await asyncio.to_thread(self.cluster.led_by, name)), name) for name in free]

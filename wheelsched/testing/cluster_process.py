@@ -51,7 +51,12 @@ class ClusterProcesses:
             {"id": name, "http": f"127.0.0.1:{self.http_ports[name]}", "peer": f"127.0.0.1:{self.peer_ports[name]}"} for name in self.names
         ]
         return {
-            "cluster": {"name": "processes", "group_count": self.group_count, "replication_factor": 3, "nodes": nodes},
+            "cluster": {
+                "name": "processes",
+                "group_count": self.group_count,
+                "replication_factor": min(3, len(self.names)),
+                "nodes": nodes,
+            },
             "node": {"data_dir": str(self.folder / "{id}")},
         }
 

@@ -17,7 +17,7 @@ What must hold, each by its name:
     one_job_per_key         and each job is the one that was asked for
     token_grows             fencing tokens grow with the versions of a job and are given once
     one_live_lease          no attempt begins while another one's lease runs
-    never_early             no attempt begins before anybody's clock has read its time
+    never_early             no attempt begins before the clock of a node that acted for its group has read its time
     stale_is_refused        the end of an attempt is taken from the attempt's holder only
     one_job_per_occurrence  every instant of a schedule has one job or one record of why not; chains_never_break: and a successor
     waiter_is_served        nobody waits beside a job that is ready, on whichever node
@@ -36,7 +36,7 @@ import sys
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -80,6 +80,7 @@ ROUNDING_MS: Final = 5
 PROGRESS_MS: Final = 90_000
 # Of a job that is due in 200 ms, to a worker that waits at another node.
 WAKE_S: Final = 1.5
+NEVER_US: Final = 1 << 62
 # At equal applied indexes that are multiples of this, rows are compared at once; in the end at the last one.
 DIGEST_EVERY: Final = 8
 
@@ -150,7 +151,7 @@ class Profile:
             clock_steps=tuple(steps),
             stalls=some(0.4),
             transfers=some(0.5, 1.5),
-            schedules=some(0.6, 1.0),
+            schedules=rng.choice((0.0, 1.0, 3.0)),
             pace_ms=rng.choice((10, 60, 250)),
         )
 
@@ -210,10 +211,10 @@ class Walls:
         if not found or abs(found[-1][1] - ahead_ms) > 1:
             found.append((now_us, ahead_ms))
 
-    def most_ahead_ms(self, since_us: int, until_us: int) -> int:
-        """How far ahead of right time the furthest clock was, at some time of that."""
+    def most_ahead_ms(self, since_us: int, until_us: int, nodes: Collection[int] = NODES) -> int:
+        """How far ahead of right time the furthest clock of these nodes was, at some time of that."""
         most = -(1 << 62)
-        for found in self._ahead.values():
+        for found in [self._ahead[node] for node in nodes if node in self._ahead]:
             for (start_us, ahead_ms), end_us in zip(found, [start for start, _ in found[1:]] + [until_us], strict=True):
                 if start_us <= until_us and end_us >= since_us:
                     most = max(most, ahead_ms)
@@ -253,6 +254,7 @@ class Simulation:
         self.digests: dict[tuple[int, int], int] = {}
         self.watermarks: dict[tuple[int, int], int] = {}
         self.walls = Walls()
+        self.offices: dict[int, list[tuple[int, int, int]]] = {}  # by group: who acted for it, from when to when
         self.counts: Counter[str] = Counter()
         self.clients: dict[asyncio.Task[None], None] = {}
         self.is_healed = False
@@ -358,6 +360,15 @@ class Simulation:
 
     def on_wall(self, node: int, ahead_ms: int) -> None:
         self.walls.note(node, self.loop.time_us(), ahead_ms)
+
+    def on_office(self, node: int, group: int, begins: bool) -> None:
+        now_us, offices = self.loop.time_us(), self.offices.setdefault(group, [])
+        if begins:
+            self.note(f"n{node} acts for group {group}")
+            offices.append((node, now_us, NEVER_US))
+        else:
+            self.note(f"n{node} acts no more for group {group}")
+            self.offices[group] = [(n, since, now_us if n == node and until == NEVER_US else until) for n, since, until in offices]
 
     def on_applied(self, node: VirtualNode, group: int, index: int) -> None:
         if node.face is None:
@@ -585,10 +596,11 @@ class Simulation:
             except (Unavailable, Down, Gone, OutcomeUnknown):
                 await self.sleep(rng.choice((20, 200)))
                 continue
+            answered_us = self.loop.time_us()
             for claimed in jobs:
                 self._on_claimed(claimed, sent_us, number)
             for claimed in jobs:
-                await self._work(claimed, sent_us, rng)
+                await self._work(claimed, answered_us, rng)
             await self.sleep(rng.choice((0, 5, 40)))
 
     def _on_claimed(self, claimed: ClaimedJob, sent_us: int, worker: int) -> None:
@@ -606,14 +618,15 @@ class Simulation:
             )  # fmt: skip
         job.holders.append(Held(state.fencing, self._lease_end_us(sent_us, state.lease_ms)))
         if state.attempt == 1 and state.run is None:
-            could_ms = self.cluster.true_ms() + self.walls.most_ahead_ms(job.created_us, now_us)
+            acted = {node for node, since, until in self.offices[group] if since <= now_us and until >= job.created_us}
+            could_ms = self.cluster.true_ms() + self.walls.most_ahead_ms(job.created_us, now_us, sorted(acted))
             ensure(state.fire_at_ms <= could_ms + 2, "never_early", job=job.name, by_ms=state.fire_at_ms - could_ms)
 
     @staticmethod
     def _lease_end_us(sent_us: int, lease_ms: int) -> int:
         return sent_us + int((lease_ms - ROUNDING_MS) * 1_000 / CLOCK_RATE_MAX)
 
-    async def _work(self, claimed: ClaimedJob, sent_us: int, rng: random.Random) -> None:
+    async def _work(self, claimed: ClaimedJob, answered_us: int, rng: random.Random) -> None:
         state = claimed.state
         lease_ms = state.lease_ms
         kind = rng.random()
@@ -625,12 +638,12 @@ class Simulation:
                 await self._linger(lease_ms * 0.4)
                 await self._beat(claimed)
             await self._end(claimed, rng)
-        elif kind < 0.8:  # beats until it is refused, first when the lease is about to end
-            left_ms = lease_ms / CLOCK_RATE_MAX - (self.loop.time_us() - sent_us) / 1_000 - 30
+        elif kind < 0.8:  # beats when the lease is just over: perhaps its end is on its way through the log
+            left_ms = lease_ms + rng.randint(-3, 8) - (self.loop.time_us() - answered_us) / 1_000
             await self._linger(max(left_ms, 0))
-            for _ in range(25):
+            for _ in range(5):
                 self._spawn([self._beat(claimed)])
-                await self.sleep(rng.randint(1, 6))
+                await self.sleep(rng.randint(1, 4))
             if rng.random() < 0.5:
                 await self._end(claimed, rng)
         elif kind < 0.88:
@@ -766,6 +779,9 @@ class Simulation:
         by_ms = self.rng.choice(self.profile.clock_steps)
         node.machine.stepped_ms += by_ms
         self.note(f"the clock of n{node.node_id} is set by {by_ms} ms, to {node.machine.stepped_ms}")
+        for _ in range(3):
+            await self.sleep(self.rng.randint(1, 30))
+            await self.create_soon()
 
     async def stall(self) -> None:
         self.rng.choice(list(self.nodes.values())).stalled_ms = self.rng.choice((800, 3_000))
@@ -1106,10 +1122,13 @@ def main() -> int:
     started, used, failed, total = time.monotonic(), time.process_time(), 0, Counter[str]()
     virtual_s, done = 0.0, 0
     for seed in seeds:
-        done += 1
         try:
             simulation = run_seed(seed, steps=arguments.steps)
+            done += 1
+        except KeyboardInterrupt:
+            break
         except SeedFailed as failure:
+            done += 1
             failed += 1
             print(failure, file=sys.stderr, flush=True)
             if arguments.trace:

@@ -84,6 +84,7 @@ class Watcher(Protocol):
     def on_applied(self, node: VirtualNode, group: int, index: int) -> None: ...
     def on_effects(self, node: VirtualNode, group: int) -> None: ...
     def on_wall(self, node: int, ahead_ms: int) -> None: ...
+    def on_office(self, node: int, group: int, begins: bool) -> None: ...
 
 
 # ---- time and disk
@@ -467,11 +468,11 @@ class VirtualNode:
         node.on_effects(group, effects)
 
     def _on_lead(self, node: Node, group: int) -> None:
-        self.cluster.watcher.note(f"n{self.node_id} acts for group {group}")
+        self.cluster.watcher.on_office(self.node_id, group, True)
         node.on_lead(group)
 
     def _on_follow(self, node: Node, group: int) -> None:
-        self.cluster.watcher.note(f"n{self.node_id} acts no more for group {group}")
+        self.cluster.watcher.on_office(self.node_id, group, False)
         node.on_follow(group)
 
     async def _ping(self, others: Sequence[int]) -> None:
