@@ -275,14 +275,11 @@ async def test_a_failed_fsync_is_fatal_once_and_never_acknowledged(breaking: Any
         store.write({JOBS: letters("b")})
     assert store.statistics().sync_count == 0
     assert fatal == [
-        "wheelsched: sync of the store failed: [Errno 5] Input/output error;"
-        " the node stops because what the disk holds is unknown"
+        "wheelsched: sync of the store failed: [Errno 5] Input/output error; the node stops because what the disk holds is unknown"
     ]
 
 
-async def test_a_failed_write_is_fatal_once_and_nothing_is_synced_after_it(
-    breaking: AnyStore, faults: Breaks, fatal: list[str]
-) -> None:
+async def test_a_failed_write_is_fatal_once_and_nothing_is_synced_after_it(breaking: AnyStore, faults: Breaks, fatal: list[str]) -> None:
     store = breaking
     faults.write = True
     with pytest.raises(StoreFailed, match="No space left"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -117,6 +118,18 @@ def test_a_cluster_keeps_its_word_through_faults(tmp_path: Path) -> None:
     print(run.stdout)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 acknowledged jobs lost" in run.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_of_a_cluster_accounts_for_every_job(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "wheelsched.cli", "demo", "--cluster", "--output-dir", str(tmp_path), "--json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(run.stdout)
+    assert (told["lost"], told["run_twice"], told["keys_created_twice"], told["jobs_nobody_asked_for"]) == (0, 0, 0, 0)
+    assert all(kind["created"] == kind["succeeded"] + kind["dead"] for kind in told["kinds"].values())
+    assert told["outage_s"] > 0
 
 
 # --- the checks themselves ------------------------------------------------------------------------------------------------------

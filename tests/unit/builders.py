@@ -194,9 +194,7 @@ class EngineGroup:
         ended = [s for s in states.values() if s not in alive]
         assert set(rows[keys.JOBS]) == {keys.job_key(self.group, s.lane, s.fire_at_ms, s.job_id) for s in alive}
         assert set(rows[keys.INDEX]) == {keys.index_key(self.group, s.tenant, s.queue, s.fire_at_ms, s.job_id) for s in alive}
-        assert set(rows[keys.DONE]) == {
-            keys.done_key(self.group, s.tenant, s.queue, s.status, s.fire_at_ms, s.job_id) for s in ended
-        }
+        assert set(rows[keys.DONE]) == {keys.done_key(self.group, s.tenant, s.queue, s.status, s.fire_at_ms, s.job_id) for s in ended}
         for state in alive:
             self._check_alive(state)
         for row in rows[keys.DONE].values():

@@ -231,9 +231,7 @@ class ModelGroup:
         return ""
 
     def purge(self, status: Status, before: int) -> int:
-        gone = [
-            name for name, job in self.jobs.items() if job.status is status and job.finished < before and job.keep <= self.stamp
-        ]
+        gone = [name for name, job in self.jobs.items() if job.status is status and job.finished < before and job.keep <= self.stamp]
         for name in gone:
             del self.jobs[name]
         return len(gone)

@@ -329,9 +329,7 @@ class FakeServer:
         if len(json.dumps(body.get("result"))) > self.payload_bytes_max:
             return 413, b""
         job.reports.append(body)
-        job.status = {"succeeded": "SUCCEEDED", "retryable_failure": "RETRYING", "fatal_failure": "DEAD"}.get(
-            body["outcome"], "CANCELLED"
-        )
+        job.status = {"succeeded": "SUCCEEDED", "retryable_failure": "RETRYING", "fatal_failure": "DEAD"}.get(body["outcome"], "CANCELLED")
         return 200, b'"job_id":"%b","job_status":"%b","status":"%b"' % (
             job.job_id.encode(), job.status.encode(), job.status.encode(),
         )  # fmt: skip

@@ -210,9 +210,7 @@ def test_list_follows_the_pages(fake: FakeNode, call: Call) -> None:
         return {"jobs": [JOB], "next_cursor": None if "cursor=c1" in path else "c1"}
 
     fake.answers["GET", "/v1/jobs"] = (200, page)
-    code, out, _ = call(
-        "jobs", "list", "--queue", "mail", "--status", "scheduled", "--label", "a=b", "--all", "--json", "--url", fake.url
-    )
+    code, out, _ = call("jobs", "list", "--queue", "mail", "--status", "scheduled", "--label", "a=b", "--all", "--json", "--url", fake.url)
     assert code == 0 and len(json.loads(out)["jobs"]) == 2
     assert "status=SCHEDULED" in fake.asked[0][1] and "label=a%3Ab" in fake.asked[0][1]
     code, out, _ = call("jobs", "list", "--limit", "1", "--url", fake.url)

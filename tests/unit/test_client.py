@@ -209,9 +209,7 @@ async def test_iterate_gives_each_job_once_over_pages(server: FakeServer) -> Non
     jobs = [server.add("mail") for _ in range(7)]
     server.add("other")
     async with client_of(server) as client:
-        seen = [
-            job.job_id async for job in client.iterate(queue="mail", status=["QUEUED", "DEAD"], labels={"k": "v"}, page_size=3)
-        ]
+        seen = [job.job_id async for job in client.iterate(queue="mail", status=["QUEUED", "DEAD"], labels={"k": "v"}, page_size=3)]
         assert seen == [job.job_id for job in jobs]
         page = await client.list(queue="mail", limit=2)
         assert len(page) == 2 and page.next_cursor == "2"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -130,9 +132,7 @@ async def test_memory_equals_the_rows_after_leaders_changed_ten_times() -> None:
             assert leader is not None
             replicas = cluster.face(leader).replicas
             replicas.transfer(group, cluster.others(leader)[turn % 2])
-            async with asyncio.timeout(10):
-                while cluster.leader_of(group) in (leader, None):
-                    await asyncio.sleep(0.01)
+            await _until(lambda group=group, leader=leader: cluster.leader_of(group) not in (leader, None))  # type: ignore[misc]
         await cluster.wait_led()
         await _wait_loaded(cluster)
         timers = sum(len(cluster.face(node_id).local.dispatcher.timers) for node_id in cluster.nodes)
@@ -147,14 +147,10 @@ async def test_a_queue_paused_on_one_node_gives_nothing_on_the_others() -> None:
         await create(cluster.face(1), 30)
         view = await cluster.face(1).pause_queue(TENANT, "q", True, actor="me")
         assert view.settings.paused
-        async with asyncio.timeout(5):
-            while any(not _settings(cluster, node_id).paused for node_id in cluster.nodes):
-                await asyncio.sleep(0.01)
+        await _until(lambda: all(_settings(cluster, node_id).paused for node_id in cluster.nodes))
         assert await claim(cluster.face(2), 10) == []
         await cluster.face(3).pause_queue(TENANT, "q", False, actor="me")
-        async with asyncio.timeout(5):
-            while any(_settings(cluster, node_id).paused for node_id in cluster.nodes):
-                await asyncio.sleep(0.01)
+        await _until(lambda: not any(_settings(cluster, node_id).paused for node_id in cluster.nodes))
         assert len(await claim(cluster.face(2), 10)) > 0
 
 
@@ -177,7 +173,7 @@ async def test_a_schedule_goes_on_after_its_leader_died() -> None:
         instants = sorted(job.state.run.scheduled_for_ms for job in jobs if job.state.run is not None)
         assert len(set(instants)) == len(instants)
         assert instants[0] >= first
-        assert all((after - before) % 1_000 == 0 for before, after in zip(instants, instants[1:], strict=False))
+        assert all((after - before) % 1_000 == 0 for before, after in itertools.pairwise(instants))
 
 
 def _settings(cluster: TestCluster, node_id: int) -> QueueSettings:
@@ -185,8 +181,13 @@ def _settings(cluster: TestCluster, node_id: int) -> QueueSettings:
 
 
 async def _wait_loaded(cluster: TestCluster) -> None:
-    async with asyncio.timeout(10):
-        while not all(cluster.face(node_id).local.dispatcher.is_loaded for node_id in cluster.nodes):
+    await _until(lambda: all(cluster.face(node_id).local.dispatcher.is_loaded for node_id in cluster.nodes))
+    for node_id in cluster.nodes:
+        await cluster.face(node_id).local.dispatcher.loader.load_ahead()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """What several nodes come to agree on sets no event of the test's."""
+    async with asyncio.timeout(30):
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        for node_id in cluster.nodes:
-            await cluster.face(node_id).local.dispatcher.loader.load_ahead()

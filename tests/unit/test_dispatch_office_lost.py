@@ -29,7 +29,7 @@ async def test_a_lease_that_ends_with_the_office_is_the_next_leaders() -> None:
         face = cluster.face(leader)
         (reply,) = await face.propose_many([a_create(face, 0)])
         assert reply.state is not None
-        (job,) = await face.claim(TENANT, ["q"], jobs_max=1, lease_ms=1_000, wait_ms=0, worker="w")
+        (job,) = await face.claim(TENANT, ["q"], jobs_max=1, lease_ms=60_000, wait_ms=10_000, worker="w")
         dispatcher = face.local.dispatcher
         lease = dispatcher.leases.get(job.state.job_id)
         assert lease is not None

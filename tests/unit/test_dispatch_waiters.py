@@ -118,9 +118,7 @@ async def test_room_that_a_cancelled_job_leaves_under_a_cap_wakes_the_next_waite
     await node.put_queue(max_concurrency=2)
     jobs = [await node.create(delay_s=1 + number / 1000) for number in range(3)]
     await node.advance(s=2)
-    claims = [
-        node.node.claim(node.tenant, ("default",), jobs_max=jobs_max, lease_ms=None, wait_ms=500, worker="w") for jobs_max in (2, 1)
-    ]
+    claims = [node.node.claim(node.tenant, ("default",), jobs_max=jobs_max, lease_ms=None, wait_ms=500, worker="w") for jobs_max in (2, 1)]
     cancelled, first, second = await asyncio.gather(node.node.propose(Cancel(jobs[0].job_id, node.tenant)), *claims)
     assert cancelled.state is not None and cancelled.state.status == Status.CANCELLED
     assert [job.state.job_id for job in (*first, *second)] == [jobs[1].job_id, jobs[2].job_id]

@@ -95,9 +95,7 @@ def test_a_claim_after_the_start_deadline_skips_the_job(group: EngineGroup) -> N
     ((cause, _, after),) = group.changes()
     assert cause == "start_deadline" and after is not None and after.status == Status.SKIPPED
     assert json.loads(group.done(state).error)["code"] == "start_deadline"
-    assert [(row.cause, row.before, row.after) for row in group.attempts(state)] == [
-        ("start_deadline", Status.QUEUED, Status.SKIPPED)
-    ]
+    assert [(row.cause, row.before, row.after) for row in group.attempts(state)] == [("start_deadline", Status.QUEUED, Status.SKIPPED)]
     assert group.state.fencing == 0
 
 

@@ -108,9 +108,7 @@ def test_queue_labels_stop_at_their_bound() -> None:
     for number in range(10):
         metrics.jobs_finished.add(f"q{number}", Status.SUCCEEDED)
     metrics.jobs_finished.add("q1", Status.SUCCEEDED)
-    shown = {
-        labels[0][1]: value for (name, labels), value in samples_of(metrics).items() if name == "wheelsched_jobs_finished_total"
-    }
+    shown = {labels[0][1]: value for (name, labels), value in samples_of(metrics).items() if name == "wheelsched_jobs_finished_total"}
     assert shown == {"q0": 1, "q1": 2, "q2": 1, "other": 7}
 
 

@@ -327,9 +327,7 @@ def test_disk_bounds_shrink_with_the_disk(open_store: OpenStore, tmp_path: Path)
         assert (store.writable, store.must_stop) == expected
 
 
-def test_the_ballast_is_made_where_there_is_room_and_not_taken_back_where_there_is_none(
-    open_store: OpenStore, tmp_path: Path
-) -> None:
+def test_the_ballast_is_made_where_there_is_room_and_not_taken_back_where_there_is_none(open_store: OpenStore, tmp_path: Path) -> None:
     ballast, total = tmp_path / "ballast", 100 << 20
     open_store(tmp_path, disk=lambda _: (total, total)).close()
     assert ballast.stat().st_size == total // 100 and ballast.stat().st_blocks * 512 >= total // 100

@@ -193,9 +193,7 @@ def test_wheel_fires_what_a_heap_fires(wheels: Any, moves: list[tuple[str, Any]]
     pair.wheel.check()
 
 
-@given(
-    seed=st.integers(0, 1 << 32), spread_ms=st.sampled_from([1, 50, 5_000, 3_000_000]), due_max=st.sampled_from([7, 300, 9_999])
-)
+@given(seed=st.integers(0, 1 << 32), spread_ms=st.sampled_from([1, 50, 5_000, 3_000_000]), due_max=st.sampled_from([7, 300, 9_999]))
 @settings(max_examples=60, deadline=None)
 def test_full_slots_fire_what_a_heap_fires_under_many_cancels(wheels: Any, seed: int, spread_ms: int, due_max: int) -> None:
     """Slots of many chunks, so that tombstones, their compaction and partial drains all happen."""

@@ -490,9 +490,7 @@ def test_lanes_share_what_is_not_reserved() -> None:
             lanes_of(tasks(*reserved), slots)
 
 
-def test_only_known_queues_are_claimed_and_a_strange_job_is_given_back(
-    server: FakeServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_known_queues_are_claimed_and_a_strange_job_is_given_back(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """B-081. The fake server is made to hand out what nobody asked for."""
     app = app_of(server)
     done = threading.Event()
@@ -655,9 +653,7 @@ def test_a_coroutine_may_finish_its_cleanup_when_it_is_stopped(server: FakeServe
 
 @contextmanager
 def worker_process(server: FakeServer, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    code = (
-        f"from wheelsched.worker import load_app; load_app('worker_tasks:app').run(url={server.url!r}, name='w-2', concurrency=4)"
-    )
+    code = f"from wheelsched.worker import load_app; load_app('worker_tasks:app').run(url={server.url!r}, name='w-2', concurrency=4)"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=tmp_path, stdout=subprocess.PIPE)
     try:

@@ -83,9 +83,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule(ms=st.integers(0, 400))
     def advance(self, ms: int) -> None:
         self.now_ms += ms
-        assert sorted(self.book.take_expired(self.now_ms)) == sorted(
-            t for t, (end, _) in self.model.items() if end <= self.now_ms
-        )
+        assert sorted(self.book.take_expired(self.now_ms)) == sorted(t for t, (end, _) in self.model.items() if end <= self.now_ms)
         self.model = {token: lease for token, lease in self.model.items() if lease[0] > self.now_ms}
 
     @rule()

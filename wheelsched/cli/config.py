@@ -48,8 +48,6 @@ def reference(output: Output) -> None:
       wheelsched config reference > conf/reference.yaml
     """
     if output.as_json:
-        output.document(
-            {key.name: {"default": key.default, "description": key.description, "bounds": key.bounds} for key in KEYS.values()}
-        )
+        output.document({key.name: {"default": key.default, "description": key.description, "bounds": key.bounds} for key in KEYS.values()})
     else:
         click.echo(reference_yaml(), nl=False)

@@ -47,9 +47,7 @@ class Finding:
 
 
 @click.command()
-@click.option(
-    "-c", "--config", "file", type=click.Path(path_type=Path, dir_okay=False), help="Settings (YAML); the defaults otherwise."
-)
+@click.option("-c", "--config", "file", type=click.Path(path_type=Path, dir_okay=False), help="Settings (YAML); the defaults otherwise.")
 @json_option
 def doctor(output: Output, file: Path | None) -> int:
     """Check Python, native parts, disk, limits, clock, data directory and port; say what to do.
@@ -88,9 +86,7 @@ def _check_native(_settings: Settings) -> Finding:
     if NATIVE:
         return Finding("native", "good", "compiled timing wheel in use")
     if os.environ.get("WHEELSCHED_PURE") == "1":
-        return Finding(
-            "native", "warning", "WHEELSCHED_PURE=1: the Python twin is in use", "unset WHEELSCHED_PURE for full speed"
-        )
+        return Finding("native", "warning", "WHEELSCHED_PURE=1: the Python twin is in use", "unset WHEELSCHED_PURE for full speed")
     return Finding("native", "warning", "not built: the Python twin is in use", "install a C compiler and run `make setup` again")
 
 
@@ -98,14 +94,10 @@ def _check_data_dir(settings: Settings) -> Finding:
     folder = data_dir(settings).absolute()
     existing = _existing(folder)
     if not os.access(existing, os.W_OK | os.X_OK):
-        return Finding(
-            "data directory", "bad", f"{existing} is not writable", "change its owner, or set node.data_dir (dev: --data-dir)"
-        )
+        return Finding("data directory", "bad", f"{existing} is not writable", "change its owner, or set node.data_dir (dev: --data-dir)")
     state = "there" if folder == existing else "will be made"
     if _is_memory_disk(existing):
-        return Finding(
-            "data directory", "warning", f"{folder} ({state}) lies in memory", "set node.data_dir to a directory on a disk"
-        )
+        return Finding("data directory", "warning", f"{folder} ({state}) lies in memory", "set node.data_dir to a directory on a disk")
     return Finding("data directory", "good", f"{folder} ({state})")
 
 
@@ -134,9 +126,7 @@ def _check_space(settings: Settings) -> Finding:
     stop = min(settings.store.free_bytes_stop, usage.total // 40)
     found = f"{usage.free / 2**30:.1f} GiB free of {usage.total / 2**30:.1f}"
     if usage.free < stop:
-        return Finding(
-            "disk space", "bad", found, f"a node stops below {stop / 2**30:.2f} GiB; free some, or lower store.free_bytes_stop"
-        )
+        return Finding("disk space", "bad", found, f"a node stops below {stop / 2**30:.2f} GiB; free some, or lower store.free_bytes_stop")
     if usage.free < refuse:
         return Finding(
             "disk space",
@@ -181,9 +171,7 @@ def _check_files(settings: Settings) -> Finding:
     if soft != resource.RLIM_INFINITY and soft < _FILES_BESIDE_CONNECTIONS:
         return Finding("file limit", "bad", found, f"run `ulimit -n {wanted}` first, or LimitNOFILE={wanted} in the systemd unit")
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        return Finding(
-            "file limit", "warning", found, f"http.connections_max needs {wanted:,}: `ulimit -n {wanted}`, or lower it"
-        )
+        return Finding("file limit", "warning", found, f"http.connections_max needs {wanted:,}: `ulimit -n {wanted}`, or lower it")
     return Finding("file limit", "good", found)
 
 
@@ -200,9 +188,7 @@ def _check_clock(_settings: Settings) -> Finding:
     monotonic = "CLOCK_BOOTTIME" if hasattr(time, "CLOCK_BOOTTIME") else "CLOCK_MONOTONIC"
     found = f"{source}, {each_ns:.0f} ns a reading, leases by {monotonic}"
     if each_ns > 1_000 and source not in _FAST_CLOCKS:
-        return Finding(
-            "clock", "warning", found, "readings leave the fast path; prefer a host whose clock source is tsc or kvm-clock"
-        )
+        return Finding("clock", "warning", found, "readings leave the fast path; prefer a host whose clock source is tsc or kvm-clock")
     return Finding("clock", "good", found)
 
 

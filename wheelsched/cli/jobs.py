@@ -66,9 +66,7 @@ def _body(options: dict[str, Any]) -> dict[str, Any]:
     body = {name: options[name] for name in plain if options.get(name) is not None}
     if options.get("window_s") is not None:
         body["timing"] = {"class": "flexible", "window_s": whole(options["window_s"])}
-    retry = {
-        name: options[name] for name in ("max_attempts", "initial_backoff_s", "max_backoff_s") if options.get(name) is not None
-    }
+    retry = {name: options[name] for name in ("max_attempts", "initial_backoff_s", "max_backoff_s") if options.get(name) is not None}
     if retry:
         body["retry"] = retry
     if options.get("labels"):
@@ -83,13 +81,9 @@ def whole(number: float) -> int | float:
 @jobs.command()
 @click.argument("queue", required=False)
 @_shape_options
-@click.option(
-    "--start-deadline", "start_deadline_s", type=DURATION, help="Skip the job if it has not started this long after its time."
-)
+@click.option("--start-deadline", "start_deadline_s", type=DURATION, help="Skip the job if it has not started this long after its time.")
 @click.option("--key", help="Idempotency-Key: the same key and body give the same job.")
-@click.option(
-    "--from", "source", type=click.File("r"), metavar="FILE", help="Many: one job as JSON a line, as in the API; - is stdin."
-)
+@click.option("--from", "source", type=click.File("r"), metavar="FILE", help="Many: one job as JSON a line, as in the API; - is stdin.")
 @remote_options
 def create(session: Session, queue: str | None, key: str | None, source: IO[str] | None, **options: Any) -> int:
     """Create a job, or many.
@@ -309,8 +303,7 @@ def events(session: Session, job_id: str) -> None:
     if session.output.as_json:
         session.output.document(answer)
     rows = [
-        (e["at"], e.get("from"), e["to"], e.get("attempt"), e.get("version"), e.get("actor"), e.get("detail"))
-        for e in answer["events"]
+        (e["at"], e.get("from"), e["to"], e.get("attempt"), e.get("version"), e.get("actor"), e.get("detail")) for e in answer["events"]
     ]
     session.output.table(("AT", "FROM", "TO", ">ATTEMPT", ">VERSION", "ACTOR", "DETAIL"), rows)
 
@@ -329,7 +322,6 @@ def attempts(session: Session, job_id: str) -> None:
     if session.output.as_json:
         session.output.document(answer)
     rows = [
-        (a["attempt"], a.get("worker"), a.get("started_at"), a.get("ended_at"), a["outcome"], a.get("error"))
-        for a in answer["attempts"]
+        (a["attempt"], a.get("worker"), a.get("started_at"), a.get("ended_at"), a["outcome"], a.get("error")) for a in answer["attempts"]
     ]
     session.output.table((">ATTEMPT", "WORKER", "STARTED", "ENDED", "OUTCOME", "ERROR"), rows)

@@ -82,9 +82,7 @@ def json_option(command: F) -> F:
 def remote_options(command: F) -> F:
     """`--url` and `--json`, handed over as `session`."""
 
-    @click.option(
-        "--url", envvar="WHEELSCHED_URL", default=DEFAULT_URL, show_default=True, show_envvar=True, help="The node to ask."
-    )
+    @click.option("--url", envvar="WHEELSCHED_URL", default=DEFAULT_URL, show_default=True, show_envvar=True, help="The node to ask.")
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
     @functools.wraps(command)
     def wrapped(*args: Any, url: str, as_json: bool, **options: Any) -> Any:

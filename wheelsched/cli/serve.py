@@ -38,9 +38,7 @@ _STOP_S: Final = 15.0
 
 
 @click.command()
-@click.option(
-    "--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the data goes.  [default: ./wheelsched-data]"
-)
+@click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="Where the data goes.  [default: ./wheelsched-data]")
 @click.option("--port", type=click.IntRange(0, 65535), help="Port on 127.0.0.1; 0 picks a free one.  [default: 8080]")
 @click.option("--clock", type=click.Choice(("real", "virtual")), help="virtual: time stands still until POST /v1/clock:advance.")
 @click.option("--clock-start", metavar="INSTANT", help="First instant of the virtual clock.")
@@ -214,9 +212,7 @@ def _cannot_listen(settings: Settings, error: OSError) -> CommandFailed:
     where = f"{settings.http.host}:{settings.http.port}"
     if error.errno == errno.EADDRINUSE:
         return CommandFailed(f"{where} is in use; choose another port with --port or http.port (0 picks a free one)")
-    return CommandFailed(
-        f"cannot listen on {where}: {error.strerror or error}; set http.host and http.port to an address of this machine"
-    )
+    return CommandFailed(f"cannot listen on {where}: {error.strerror or error}; set http.host and http.port to an address of this machine")
 
 
 def _announce(settings: Settings, port: int, output: Output) -> None:

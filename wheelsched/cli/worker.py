@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     "--log-level", type=click.Choice(("debug", "info", "warning", "error")), default="info", show_default=True,
     help="Least severe level logged.",
 )  # fmt: skip
-@click.option(
-    "--log-format", type=click.Choice(("text", "json")), default="text", show_default=True, help="How it is logged, to stderr."
-)
+@click.option("--log-format", type=click.Choice(("text", "json")), default="text", show_default=True, help="How it is logged, to stderr.")
 @json_option
 def worker(output: Output, application: str, url: str | None, log_level: str, log_format: str) -> int:
     """Run the handlers of an application until SIGTERM or Ctrl-C; handlers at work may end first.

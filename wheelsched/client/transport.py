@@ -158,9 +158,7 @@ class Transport:
             raise RuntimeError("the client is closed")
         if not claims:
             if self._session is None:
-                self._session = aiohttp.ClientSession(
-                    connector=aiohttp.TCPConnector(limit=self._connections_max), headers=self._headers
-                )
+                self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self._connections_max), headers=self._headers)
             return await self._once(self._session, method, target, body, headers, timeout_s)
         line = self._idle_lines.pop() if self._idle_lines else _ClaimLine(self._headers)
         line.arm()

@@ -15,6 +15,11 @@ fixed shape, fields added at the end only: a node reads the release before its o
 
 Read `transport.py` first; `frames.py` is the format, `handshake.py` who may talk, `peer.py` what waits for one node, `snapshots.py` both
 ends of a snapshot, `offsets.py` the clocks. `setup.py` makes a transport from settings.
+
+Members: `identity.py` is who this node is and whom it met, `bootstrap.py` how nodes become a cluster and join one, `members.py` the table
+of members, `membership.py` the driver that brings the groups to it (`planning.py` decides, purely; `reports.py` is what nodes tell each
+other for that), `admin.py` the operator's side, `parts.py` puts them together. Promises: a raft id is one data directory for ever; a node
+takes part only once its directory is on record; a change under way is in the log of the meta group, and whoever leads that goes on with it.
 """
 
 from wheelsched.cluster.errors import Busy, NotConnected

@@ -112,4 +112,3 @@ class Audit:
             return False
         head = ready.head()
         return head is None or place < head
-

@@ -249,9 +249,7 @@ class Dispatcher:
         for queue in touched:
             self.claims.serve(queue)
 
-    def _job_changed(
-        self, group: int, change: JobChanged, ready: Ready, touched: dict[QueueMemory, None]
-    ) -> None:
+    def _job_changed(self, group: int, change: JobChanged, ready: Ready, touched: dict[QueueMemory, None]) -> None:
         before, after = change.before, change.after
         if change.cause == "adopt":
             return  # the lease goes on as it is
@@ -366,9 +364,7 @@ class Dispatcher:
             self.timers.cancel(group, before)
             self.firing.withdraw(group, before.lane, before.fire_at_ms, id_low(before.job_id), before.version)
 
-    def _enter(
-        self, group: int, before: JobState | None, after: JobState, queue: QueueMemory, watermark_ms: int, ready: Ready
-    ) -> None:
+    def _enter(self, group: int, before: JobState | None, after: JobState, queue: QueueMemory, watermark_ms: int, ready: Ready) -> None:
         """Put an unfinished job where its new state belongs."""
         if after.status in _LEASED:
             self.leases.grant(after)

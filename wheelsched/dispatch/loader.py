@@ -226,9 +226,7 @@ class Loader:
 
     # Spilled ready queues: read again from the queue's own range of `index`.
 
-    def refill(
-        self, queue: QueueMemory, lane: int, priority: int, mark: Mark, rows_max: int
-    ) -> tuple[bytes, Mark | None]:
+    def refill(self, queue: QueueMemory, lane: int, priority: int, mark: Mark, rows_max: int) -> tuple[bytes, Mark | None]:
         """Ready records of one queue and priority from the mark on, and the mark to go on from; None when everything up to the
         watermarks has been read."""
         found: list[tuple[Mark, int]] = []

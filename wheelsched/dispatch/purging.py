@@ -29,9 +29,7 @@ class Purging:
     But for jobs cancelled before their time: what is left of those beyond the head is gone through a few slices a sweep, from where
     the last sweep came to."""
 
-    def __init__(
-        self, queues: Queues, store: Store, replicas: ReplicaSet, clock: Clock, *, led: Sequence[int], interval_s: float
-    ) -> None:
+    def __init__(self, queues: Queues, store: Store, replicas: ReplicaSet, clock: Clock, *, led: Sequence[int], interval_s: float) -> None:
         self._queues = queues
         self._store = store
         self._replicas = replicas

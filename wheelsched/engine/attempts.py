@@ -262,9 +262,7 @@ def _expiry_error(before: JobState, outcome: int) -> bytes:
     who = f"worker {before.worker}" if before.worker else "its worker"
     if outcome == _O_TIMED_OUT:
         code = "timed_out"
-        message = (
-            f"attempt {before.attempt} ran longer than timeout_s {_seconds(before.timeout_ms)}; raise timeout_s or split the work"
-        )
+        message = f"attempt {before.attempt} ran longer than timeout_s {_seconds(before.timeout_ms)}; raise timeout_s or split the work"
     else:
         code = "lease_expired"
         message = (

@@ -165,9 +165,7 @@ class Context:
         )  # fmt: skip
         self.txn.put(keys.ATTEMPTS, keys.attempt_key(self.group, before.job_id, after.version), encode_row(row))
 
-    def record_event(
-        self, cause: str, before: JobState, after: JobState, *, actor: str = "", error: bytes = b"", detail: str = ""
-    ) -> None:
+    def record_event(self, cause: str, before: JobState, after: JobState, *, actor: str = "", error: bytes = b"", detail: str = "") -> None:
         """Write a transition that ended no attempt."""
         row = AttemptRow(
             self.time_ms, cause, int(self.seen(before)), int(self.seen_soon(after)), before.attempt, int(Outcome.NONE),

@@ -45,9 +45,7 @@ def drop_attempts(context: Context, state: JobState) -> None:
         for version in range(2, state.version + 1):
             context.txn.delete(keys.ATTEMPTS, keys.attempt_key(group, job_id, version))
         return
-    context.txn.delete_range(
-        keys.ATTEMPTS, keys.attempt_key(group, job_id, 0), keys.attempt_key(group, job_id, state.version) + b"\0"
-    )
+    context.txn.delete_range(keys.ATTEMPTS, keys.attempt_key(group, job_id, 0), keys.attempt_key(group, job_id, state.version) + b"\0")
 
 
 def _forget(context: Context, state: JobState) -> None:

@@ -152,9 +152,7 @@ def _store(context: Context, definition: Definition, course: Course, following: 
     course.version = definition.version
     course.zone = definition.zone
     course.skip_count = 0  # what is left out from now on may be of another pattern
-    context.txn.put(
-        keys.SCHEDULES, keys.definition_key(context.group, definition.tenant, definition.name), encode_row(definition)
-    )
+    context.txn.put(keys.SCHEDULES, keys.definition_key(context.group, definition.tenant, definition.name), encode_row(definition))
     _insert_next(context, definition, course, NextRun() if definition.paused else following)
     context.effects.append(ScheduleChanged(definition.tenant, definition.name))
 
@@ -197,9 +195,7 @@ def pause_schedule(context: Context, command: PauseSchedule) -> Reply:
         if command.left_out is not None:
             _leave_out(context, definition, course, *command.left_out, int(Reason.PAUSED))
         course.decided_ms = max(course.decided_ms, context.stamp_ms)
-    definition = replace(
-        definition, paused=command.paused, version=definition.version + 1, updated_at_ms=context.time_ms
-    )
+    definition = replace(definition, paused=command.paused, version=definition.version + 1, updated_at_ms=context.time_ms)
     _store(context, definition, course, command.next)
     return Reply()
 
@@ -601,9 +597,7 @@ def _make_room_for_record(context: Context, definition: Definition, course: Cour
             course.skip_row_count -= 1
 
 
-def _count_skipped(
-    context: Context, definition: Definition, course: Course, reason: int, count: int, first_ms: int, last_ms: int
-) -> None:
+def _count_skipped(context: Context, definition: Definition, course: Course, reason: int, count: int, first_ms: int, last_ms: int) -> None:
     course.skipped += [0] * (len(Reason) - len(course.skipped))
     course.skipped[reason] += count
     context.effects.append(OccurrencesSkipped(definition.tenant, definition.name, reason, count, first_ms, last_ms))
@@ -740,4 +734,3 @@ def _state(context: Context, job_id: bytes) -> JobState:
 
 def _no_schedule(name: str) -> Reply:
     return Reply("not-found", f"no schedule {name}")
-

@@ -145,9 +145,7 @@ class DeficitRoundRobin:
         """Raise AssertionError unless places and the deficit agree with the keys."""
         assert self._weights.keys() == self._places.keys()
         assert len(set(self._places.values())) == len(self._places)
-        assert self._unused == 0 or any(
-            place == self._cursor and self._unused <= self._weights[key] for key, place in self._places.items()
-        )
+        assert self._unused == 0 or any(place == self._cursor and self._unused <= self._weights[key] for key, place in self._places.items())
 
     def _in_turn(self, available: Mapping[str, int]) -> list[str]:
         """The keys with work in the order of their turns, from the cursor on."""

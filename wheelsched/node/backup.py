@@ -71,9 +71,7 @@ class Backups:
         if self._recent and self._recent[-1].state == "running":
             raise Unavailable(f"a backup is being written to {self._recent[-1].path}; wait for it", retry_after_s=10)
         cluster = self._settings.cluster
-        record = BackupRecord(
-            f"{self._rng.getrandbits(128):032x}", path, self._clock.wall_ms(), Progress(groups=cluster.group_count + 1)
-        )
+        record = BackupRecord(f"{self._rng.getrandbits(128):032x}", path, self._clock.wall_ms(), Progress(groups=cluster.group_count + 1))
         self._recent.append(record)
         try:
             await self._take(record, path)

@@ -78,9 +78,7 @@ READ_ATTEMPTS: Call[tuple[JobRecord, list[tuple[int, AttemptRow]]] | None] = Cal
     "read_attempts", tuple[str, bytes], tuple[JobRecord, list[tuple[int, AttemptRow]]] | None, is_safe=True
 )
 LIST_JOBS: Call[JobPage] = Call("list_jobs", tuple[JobFilter, list[int], bytes | None, int], JobPage, is_safe=True)
-HEARTBEAT: Call[HeartbeatReply] = Call(
-    "heartbeat", tuple[bytes, int, int, int | None, bytes | None], HeartbeatReply, is_safe=True
-)
+HEARTBEAT: Call[HeartbeatReply] = Call("heartbeat", tuple[bytes, int, int, int | None, bytes | None], HeartbeatReply, is_safe=True)
 CLAIM_NOW: Call[list[ClaimedJob]] = Call("claim_now", tuple[str, list[str], int, int | None, str], list[ClaimedJob])
 QUEUE_VIEWS: Call[list[QueueView]] = Call("queue_views", tuple[str, list[str]], list[QueueView], is_safe=True)
 QUEUE_NAMES: Call[list[str]] = Call("queue_names", tuple[str, str, int], list[str], is_safe=True)
@@ -97,9 +95,7 @@ LIST_SCHEDULES: Call[list[ScheduleRecord]] = Call(
 START_RUN: Call[Reply] = Call("start_run", tuple[str, str, int, int, bytes | None, str, bytes, str], Reply)
 BACKFILL: Call[BackfillCounts] = Call("backfill", tuple[str, str, int, int, str], BackfillCounts, is_safe=True)
 LIST_RUNS: Call[RunPage | None] = Call("list_runs", tuple[str, str, bytes | None, int], RunPage | None, is_safe=True)
-FORECAST: Call[list[tuple[int, str, int]]] = Call(
-    "forecast", tuple[list[int], str, int, int], list[tuple[int, str, int]], is_safe=True
-)
+FORECAST: Call[list[tuple[int, str, int]]] = Call("forecast", tuple[list[int], str, int, int], list[tuple[int, str, int]], is_safe=True)
 READ_BACKUP: Call[Slice] = Call("read_backup", tuple[int, bytes, int], Slice)
 RELOAD_ZONES: Call[ZonesReloaded] = Call("reload_zones", tuple[()], ZonesReloaded, is_safe=True)
 
@@ -144,9 +140,7 @@ class Service:
             self.require(group)
         return await self._node.list_jobs_of(groups, wanted, cursor=cursor, limit=limit)
 
-    async def heartbeat(
-        self, job_id: bytes, attempt: int, fencing: int, lease_ms: int | None, progress: bytes | None
-    ) -> HeartbeatReply:
+    async def heartbeat(self, job_id: bytes, attempt: int, fencing: int, lease_ms: int | None, progress: bytes | None) -> HeartbeatReply:
         self.require(group_of(job_id, self._group_count))
         return await self._node.heartbeat(job_id, attempt, fencing, lease_ms=lease_ms, progress=progress)
 
@@ -265,4 +259,3 @@ def group_of_command(command: AnyCommand, group_count: int) -> int:
     if isinstance(command, (ChangeMembers, ReleaseHold)):
         return META_GROUP
     return group_of(command.job_id, group_count)  # type: ignore[union-attr]
-

@@ -167,8 +167,10 @@ class ClusterNode:
             # They read the store: none of them may run once more when it is closed.
             self.local.on_close = lambda: _cancel(others)
             beside = {self._beside} if self._beside is not None else set()
-            await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
-            _cancel((*others, *beside))
+            try:
+                await asyncio.wait({running} | beside, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                _cancel((*others, *beside))
             if not running.done():  # the transport broke
                 running.cancel()
                 await asyncio.wait(beside)
@@ -378,18 +380,14 @@ class ClusterNode:
     async def claim(
         self, tenant: str, queues: Sequence[str], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
     ) -> list[ClaimedJob]:
-        return await self.remote_claims.claim(
-            tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker
-        )
+        return await self.remote_claims.claim(tenant, queues, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker)
 
     def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
         for job in jobs:
             state = job.state
             self._propose_later(self._group(state.job_id), Release(state.job_id, state.attempt, state.fencing))
 
-    async def heartbeat(
-        self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
-    ) -> HeartbeatReply:
+    async def heartbeat(self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None) -> HeartbeatReply:
         return await self._ask(self._group(job_id), calls.HEARTBEAT, job_id, attempt, fencing, lease_ms, progress)
 
     async def complete(

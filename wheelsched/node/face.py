@@ -241,7 +241,15 @@ class NodeFace(Protocol):
         ...
 
     async def start_run(
-        self, tenant: str, name: str, *, run_at_ms: int, delay_ms: int, payload: bytes | None, key: str, fingerprint: bytes,
+        self,
+        tenant: str,
+        name: str,
+        *,
+        run_at_ms: int,
+        delay_ms: int,
+        payload: bytes | None,
+        key: str,
+        fingerprint: bytes,
         actor: str,
     ) -> Reply:
         """A run by hand (`run_at_ms` -1: after the delay). Refusals: not-found, concurrency-limit, idempotency-key-reused."""

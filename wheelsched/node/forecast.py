@@ -48,9 +48,7 @@ async def _count_rows(store: Store, group: int, lane: int, from_ms: int, to_ms: 
         await asyncio.sleep(0)
 
 
-async def _count_occurrences(
-    store: Store, timetable: Timetable, group: int, from_ms: int, to_ms: int, counts: Counter[Due]
-) -> None:
+async def _count_occurrences(store: Store, timetable: Timetable, group: int, from_ms: int, to_ms: int, counts: Counter[Due]) -> None:
     """Those after the waiting one, whose row is counted."""
     prefix = keys.courses_prefix(group)
     start = prefix

@@ -63,9 +63,7 @@ class Listing:
         self._complete = complete
         self._finished = finished
 
-    async def page(
-        self, wanted: JobFilter, groups: Sequence[int], queues: Sequence[str], *, cursor: bytes | None, limit: int
-    ) -> JobPage:
+    async def page(self, wanted: JobFilter, groups: Sequence[int], queues: Sequence[str], *, cursor: bytes | None, limit: int) -> JobPage:
         """The next `limit` matching jobs after `cursor`. Yields to the loop while it reads."""
         heap: list[tuple[bytes, int, bytes, _Source]] = []
         for number, source in enumerate(self._sources(wanted, groups, queues, cursor)):

@@ -378,15 +378,11 @@ class Node:
         self, tenant: str, queues: Sequence[str], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
     ) -> list[ClaimedJob]:
         memories = [
-            self.dispatcher.queues.ensure(tenant, name)
-            if (tenant, name) in self._recorded_queues
-            else self._record_queue(tenant, name)
+            self.dispatcher.queues.ensure(tenant, name) if (tenant, name) in self._recorded_queues else self._record_queue(tenant, name)
             for name in dict.fromkeys(queues)
         ]
         started = time.monotonic()
-        handed = await self.dispatcher.claims.claim(
-            memories, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker
-        )
+        handed = await self.dispatcher.claims.claim(memories, jobs_max=jobs_max, lease_ms=lease_ms, wait_ms=wait_ms, worker=worker)
         if handed:
             self.metrics.claim_wait.observe(time.monotonic() - started)
         return handed
@@ -394,9 +390,7 @@ class Node:
     def give_back(self, jobs: Sequence[ClaimedJob]) -> None:
         self.dispatcher.claims.give_back(jobs)
 
-    async def heartbeat(
-        self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None
-    ) -> HeartbeatReply:
+    async def heartbeat(self, job_id: bytes, attempt: int, fencing: int, *, lease_ms: int | None, progress: bytes | None) -> HeartbeatReply:
         lease = self._live_lease(job_id, attempt, fencing)
         if lease is not None and lease_ms is not None and lease_ms > lease.lease_ms:
             # A longer one than the log knows has to outlive this node.
@@ -492,9 +486,7 @@ class Node:
         records = await self.list_schedules_of(range(self._group_count), tenant, queue=queue, after=after, limit=limit + 1)
         return records[:limit], records[limit - 1].definition.name if len(records) > limit else None
 
-    async def list_schedules_of(
-        self, groups: Sequence[int], tenant: str, *, queue: str, after: str, limit: int
-    ) -> list[ScheduleRecord]:
+    async def list_schedules_of(self, groups: Sequence[int], tenant: str, *, queue: str, after: str, limit: int) -> list[ScheduleRecord]:
         """The same of some groups alone."""
         return await self._schedules.page(groups, tenant, queue=queue, after=after, limit=limit)
 

@@ -44,6 +44,8 @@ from wheelsched.node.face import BackfillCounts, JobRecord, Preview, RunPage, Sc
 from wheelsched.node.forecast import MINUTE_MS, due_in_minute
 from wheelsched.store import Store
 
+# The year 9998 ends here: a zone's clock may be a day ahead, and after 9999 there is no way to write an instant (RFC 3339).
+SHOWN_MS_MAX: Final = 253_370_764_799_999
 # Fewer jobs in a minute than this are no crowd; rows looked at to tell.
 CROWD_MIN: Final = 10_000
 CROWD_LOOK_MIN: Final = 2_000
@@ -89,7 +91,8 @@ class Schedules:
 
     def preview(self, definition: Definition, *, after_ms: int, count: int) -> Preview:
         zone = self._timetable.zone(definition)
-        runs = self._timetable.timing(definition).upcoming(after_ms, count)
+        # What cannot be written is not shown.
+        runs = [at_ms for at_ms in self._timetable.timing(definition).upcoming(after_ms, count) if at_ms <= SHOWN_MS_MAX]
         advice = self._timetable.advice(definition, self._clock.wall_ms())
         if runs:
             advice += self._crowd(definition, runs[0])

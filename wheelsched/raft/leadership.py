@@ -69,8 +69,7 @@ class Leadership:
         tail = raft.log.slice(raft.commit + 1, raft.log.last_index)
         self.uncommitted_bytes = sum(_weight(entry) for entry in tail)
         self.peers = {
-            node_id: Progress(match=0, next=raft.log.last_index + 1, window=self._window())
-            for node_id in raft.configuration.members()
+            node_id: Progress(match=0, next=raft.log.last_index + 1, window=self._window()) for node_id in raft.configuration.members()
         }
         own = self.peers[raft.node_id]
         own.recent_active = True

@@ -93,9 +93,7 @@ class Raft:
         self.commit = max(restored.commit, restored.snapshot_index)
         self.applied_index = max(restored.applied, restored.snapshot_index)
         self.configuration = restored.configuration
-        self.log = Log(
-            restored.snapshot_index, restored.snapshot_term, restored.entries, older_terms=restored.older_terms, reader=reader
-        )
+        self.log = Log(restored.snapshot_index, restored.snapshot_term, restored.entries, older_terms=restored.older_terms, reader=reader)
         if not self.applied_index <= self.commit <= self.log.last_index:
             fault("restored_state_fits", applied=self.applied_index, commit=self.commit, last=self.log.last_index)
         if self.applied_index < self.log.last_index and not self.log.is_cached(self.applied_index + 1):
@@ -428,9 +426,7 @@ class Raft:
         commit_term = log.term(self.commit) or 0
         for voter in self.configuration.all_voters():
             if voter != self.node_id:
-                self._after.append(
-                    kind(group, self.node_id, voter, term, log.last_index, log.last_term, force, self.commit, commit_term)
-                )
+                self._after.append(kind(group, self.node_id, voter, term, log.last_index, log.last_term, force, self.commit, commit_term))
         self._ballot = (self.term, self.role)
 
     def _on_vote_request(self, message: VoteRequest | PreVoteRequest) -> None:

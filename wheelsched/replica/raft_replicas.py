@@ -25,7 +25,7 @@ import structlog
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
 from wheelsched.core.limits import ENTRY_COMMANDS_MAX
-from wheelsched.model.commands import AnyCommand, Claim, Expire, Fire, decode_entry
+from wheelsched.model.commands import AnyCommand, Claim, Expire, Fire, Occur, decode_entry
 from wheelsched.model.effects import Effect
 from wheelsched.model.keys import META_GROUP, RAFT_LOG, RAFT_META
 from wheelsched.model.rows import JobState
@@ -75,7 +75,7 @@ APPLY_BACKLOG_MAX = 20_000
 PASSES_MAX = 8
 STOP_WAIT_MS = 2_000
 # What is proposed because of time and memory that only the one leader has (RAFT.md 9).
-_BY_LEASE: Final = (Fire, Claim, Expire)
+_BY_LEASE: Final = (Fire, Claim, Expire, Occur)
 
 
 def _ignore(_group: int) -> None:

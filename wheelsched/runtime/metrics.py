@@ -239,9 +239,7 @@ class _Families:
         yield attempts
 
     def _histograms(self, metrics: Metrics) -> Iterator[Metric]:
-        lateness = HistogramMetricFamily(
-            PREFIX + "lateness_seconds", "Start of the first attempt minus fire_at.", labels=("class",)
-        )
+        lateness = HistogramMetricFamily(PREFIX + "lateness_seconds", "Start of the first attempt minus fire_at.", labels=("class",))
         for label, histogram in zip(metrics.lateness.labels, metrics.lateness.classes, strict=True):
             lateness.add_metric((label,), histogram.buckets(), histogram.sum)
         yield lateness
@@ -285,9 +283,7 @@ class _Families:
         depths = GaugeMetricFamily(PREFIX + "queue_depth", "Unfinished jobs, by status.", labels=("queue", "status"))
         for (label, status), count in depth.items():
             depths.add_metric((label, status.name), count)
-        ages = GaugeMetricFamily(
-            PREFIX + "queue_oldest_age_seconds", "Age of the oldest job that waits for a worker.", labels=("queue",)
-        )
+        ages = GaugeMetricFamily(PREFIX + "queue_oldest_age_seconds", "Age of the oldest job that waits for a worker.", labels=("queue",))
         for label, seconds in age.items():
             ages.add_metric((label,), seconds)
         letters = GaugeMetricFamily(PREFIX + "dead_letters", "DEAD jobs kept.", labels=("queue",))

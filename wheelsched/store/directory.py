@@ -57,8 +57,7 @@ class DataDirectory:
             owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._lock)
             raise StoreRefused(
-                f"data directory {path} is in use by process {owner} ({path / PID_NAME});"
-                " stop that node, or name another node.data_dir"
+                f"data directory {path} is in use by process {owner} ({path / PID_NAME}); stop that node, or name another node.data_dir"
             ) from error
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
@@ -107,8 +106,7 @@ class DataDirectory:
             raise StoreCorrupt(f"the identity row of {self.path} cannot be read: {error}; restore a backup") from error
         if format_version != FORMAT_VERSION:
             raise StoreRefused(
-                f"{self.path} has format {format_version}, this release reads format {FORMAT_VERSION};"
-                " start the release that wrote it"
+                f"{self.path} has format {format_version}, this release reads format {FORMAT_VERSION}; start the release that wrote it"
             )
         found = msgspec.msgpack.decode(row, type=Identity)
         for name, ours, theirs in (

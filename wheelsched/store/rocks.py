@@ -416,13 +416,10 @@ def _family_options(family: str, settings: StoreSettings, cache: Any) -> Any:
 
 def _open_error(path: Path, message: str) -> StoreError:
     if "Column families not opened" in message:
-        return StoreRefused(
-            f"{path} holds column families this release does not know ({message}); start the release that wrote it"
-        )
+        return StoreRefused(f"{path} holds column families this release does not know ({message}); start the release that wrote it")
     if "Corruption" in message or "Invalid argument" in message:
         return StoreCorrupt(
-            f"{path} cannot be read back: {message} (WAL files: {_wal_files(path)}); synced data may be lost."
-            f" {_REMEDY.format(path.parent)}"
+            f"{path} cannot be read back: {message} (WAL files: {_wal_files(path)}); synced data may be lost. {_REMEDY.format(path.parent)}"
         )
     return StoreError(f"{path} cannot be opened: {message}")
 

@@ -109,9 +109,7 @@ def commit_rule(row: Row) -> None:
     expect(core.commit, row["commit"], "commit")
 
 
-def a_core(
-    *, log: Sequence[int], term: int, commit: int = 0, vote: int = 0, voters: Sequence[int] = (1, 2, 3), node_id: int = 1
-) -> Raft:
+def a_core(*, log: Sequence[int], term: int, commit: int = 0, vote: int = 0, voters: Sequence[int] = (1, 2, 3), node_id: int = 1) -> Raft:
     restored = RestoredState(make_configuration(voters), entries=entries_of(log), term=term, vote=vote, commit=commit, applied=commit)
     return Raft(node_id, CONFIG, restored, Timeouts("table"))
 

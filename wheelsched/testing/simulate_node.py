@@ -442,9 +442,7 @@ class Simulation:
         queue.max_concurrency, queue.rate_per_s = choose((-1, 1, 2, 5)), choose((-1.0, -1.0, 0.5, 3.0))
         queue.retention_ms = choose((3_600_000, 30 * 86_400_000))
         queue.rate_since_ms, queue.starts = self.node.clock.mono_ms(), []
-        await self.node.put_queue(
-            name, max_concurrency=queue.max_concurrency, rate_per_s=queue.rate_per_s, retention_ms=queue.retention_ms
-        )
+        await self.node.put_queue(name, max_concurrency=queue.max_concurrency, rate_per_s=queue.rate_per_s, retention_ms=queue.retention_ms)
 
     async def pause(self) -> None:
         name = self.rng.choice(QUEUES)

@@ -71,9 +71,7 @@ class App:
         self._runner: Runner | None = None
         self._signalled = False
 
-    def task(
-        self, queue: str, *, timeout_s: float | None = None, processes: bool = False, reserved_slots: int = 0
-    ) -> Callable[[H], H]:
+    def task(self, queue: str, *, timeout_s: float | None = None, processes: bool = False, reserved_slots: int = 0) -> Callable[[H], H]:
         """Register the decorated function for the jobs of `queue`; it is returned unchanged and takes a `Job`.
 
         `async def` runs on the loop, a plain function in a thread, with `processes` in a process of its own (then it has to be

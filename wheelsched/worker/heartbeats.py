@@ -129,9 +129,7 @@ class Heartbeats:
             self._on_missed(tokens)
             return
         self.sent += 1
-        self._on_missed(
-            token for token, result in zip(tokens, results, strict=True) if result.status != 200 and not _is_refused(result)
-        )
+        self._on_missed(token for token, result in zip(tokens, results, strict=True) if result.status != 200 and not _is_refused(result))
         for (token, progress), result in zip(beats, results, strict=True):
             if result.status == 200:
                 self._on_extended(token, sent_at_ms, progress, result)
@@ -140,9 +138,7 @@ class Heartbeats:
 
     def _on_extended(self, token: str, sent_at_ms: int, progress: bytes | None, result: _Beat) -> None:
         with self._wake:
-            news = self._book.on_extended(
-                token, sent_at_ms=sent_at_ms, progress=progress, cancel_requested=result.cancel_requested
-            )
+            news = self._book.on_extended(token, sent_at_ms=sent_at_ms, progress=progress, cancel_requested=result.cancel_requested)
         if news:
             self._owner.on_cancel_requested(token)
 
