@@ -252,7 +252,7 @@ def rolled(cluster: ClusterProcesses, rolls: int) -> list[Figure]:
         Figure("rolling restarts", rolls, "rounds", None, f"{len(late_s):,} precise jobs, {load.calls:,} calls"),
         Figure("lateness in a rolling restart, p50", percentile(late_s, 0.5), "s"),
         Figure("lateness in a rolling restart, p99", percentile(late_s, 0.99), "s"),
-        Figure("lateness in a rolling restart, max", max(late_s), "s", LATE_S_MAX),
+        Figure("lateness in a rolling restart, max", max(late_s), "s", LATE_S_MAX, f"{sum(late > LATE_S_MAX for late in late_s)} above"),
         Figure("calls that failed beyond retries", sum(load.errors.values()), "calls", 0, _shown(load.errors)),
         Figure("claims without an answer", load.lost_claims, "calls", 0),
         Figure("exit codes that are not 0", sum(code != 0 for code, _ in exits), "nodes", 0),

@@ -37,8 +37,8 @@ from benchmarks.client import (
 from benchmarks.common import BenchmarkFailed, Figure, Node, percentile, report, running_node
 from benchmarks.load_lateness import create_ahead
 
-BATCH = 500
-LINES = 4
+BATCH = 200
+LINES = 2
 MINUTE_MS = 60_000
 PLAIN_RATE, PLAIN_WORKERS = 100.0, 16
 # The promise to jobs that have nothing to do with schedules.
@@ -139,7 +139,7 @@ async def count_runs(node: Node, queue: str, due: int) -> int:
 def measure(node: Node, *, schedules: int, due: int, kill: bool) -> list[Figure]:
     rss_empty, disk_empty = node.rss_bytes(), node.disk_bytes()
     seconds = run_loop(fill(node, schedules - due, due, "far", None))
-    wait_s = 90 + due / 500
+    wait_s = 60 + due / 800
     at_ms, cron = minute_after(wait_s)
     seconds += run_loop(fill(node, due, 0, "due", cron))
     if now_ms() > at_ms - 30_000:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from wheelsched.cluster import ClockOffsets
@@ -86,3 +87,36 @@ def test_the_offset_of_a_file_is_added_to_the_wall_clock_alone(tmp_path: Path) -
 
 def test_a_virtual_clock_can_be_guarded_too() -> None:
     assert GuardedClock(VirtualClock(START_MS)).wall_ms() == START_MS
+
+
+async def test_a_node_that_starts_with_its_clock_ahead_takes_the_time_of_the_others() -> None:
+    machine = SteppedClock(START_MS + HOUR_MS)
+    guard = ClockGuard(GuardedClock(machine), ClockOffsets(3))
+    for peer in (2, 3):
+        _told(guard.offsets, machine, peer, ahead_ms=0)
+    await guard.settle()
+    assert guard.clock.wall_ms() == START_MS
+    guard.look()
+    assert not guard.is_off
+    assert guard.clock.wall_ms() == START_MS, "its own is still not believed"
+
+
+async def test_a_node_that_starts_alone_does_not_wait_for_ever() -> None:
+    machine = SteppedClock(START_MS)
+    guard = ClockGuard(GuardedClock(machine), ClockOffsets(3))
+    waiting = asyncio.ensure_future(guard.settle())
+    while not waiting.done():
+        await asyncio.sleep(0)
+        machine.advance(ms=500)
+    assert START_MS < guard.clock.wall_ms() < START_MS + 60_000
+
+
+async def test_with_one_other_the_earlier_clock_counts() -> None:
+    machine = SteppedClock(START_MS + HOUR_MS)
+    guard = ClockGuard(GuardedClock(machine), ClockOffsets(3))
+    _told(guard.offsets, machine, 2, ahead_ms=0)
+    waiting = asyncio.ensure_future(guard.settle())
+    while not waiting.done():
+        await asyncio.sleep(0)
+        machine.advance(ms=100)
+    assert guard.clock.wall_ms() < START_MS + 60_000

@@ -57,7 +57,9 @@ async def open_cluster_node(settings: Settings, *, without: Collection[str] = ()
         await transport.listen()
         running = asyncio.create_task(transport.run(), name="transport")
         await _unless_ended(running, bootstrap(identity, settings, transport, clock, without=without))
-        return await _open(settings, store, clock, rng, metrics, identity, transport, running, gate)
+        guard = ClockGuard(clock, transport.offsets)
+        await _unless_ended(running, guard.settle())
+        return await _open(settings, store, clock, rng, metrics, identity, transport, running, gate, guard)
     except BaseException:
         if running is not None:
             running.cancel()
@@ -80,7 +82,7 @@ async def _unless_ended(running: asyncio.Task[None], work: Coroutine[Any, Any, N
 
 async def _open(
     settings: Settings, store: Store, clock: GuardedClock, rng: Rng, metrics: Metrics, identity: LocalIdentity, transport: Transport,
-    running: asyncio.Task[None], gate: _Gate,
+    running: asyncio.Task[None], gate: _Gate, guard: ClockGuard,
 ) -> ClusterNode:  # fmt: skip
     groups = (*range(settings.cluster.group_count), keys.META_GROUP)
     made: list[RaftReplicas] = []
@@ -100,7 +102,7 @@ async def _open(
     await local.start()
     face = ClusterNode(
         local, made[0], transport.request, lambda: [peer.node for peer in transport.statistics().peers], beside=running,
-        clock_guard=ClockGuard(clock, transport.offsets),
+        clock_guard=guard,
     )  # fmt: skip
     face.peer_statistics = lambda: transport.statistics().peers
     assert gate.bootstrap is not None

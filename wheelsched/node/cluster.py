@@ -74,6 +74,8 @@ Result = TypeVar("Result")
 PATIENCE_MS: Final = 4_000
 LOOK_AGAIN_S: Final = 0.02
 LATER_MAX: Final = 500
+# How long a node that stops waits for what it began for other nodes: several round trips, and little of a restart.
+SETTLE_S: Final = 0.5
 # Commands in one call to another node: half of what a frame holds.
 FORWARD_BYTES_MAX: Final = 4 * 1024 * 1024
 CLOCK_LOOK_S: Final = 0.5
@@ -138,6 +140,7 @@ class ClusterNode:
         self._group_count = local.settings.cluster.group_count
         self._later: deque[tuple[int, AnyCommand]] = deque()
         self._later_wake = asyncio.Event()
+        self._proposing_later = False
         self._gossip_wake = asyncio.Event()
         self._stop = asyncio.Event()
         self._beside = beside
@@ -199,8 +202,14 @@ class ClusterNode:
 
     async def _hand_over_and_stop(self) -> None:
         await self._stop.wait()
+        # What was leased for a worker of another node is to reach it, else it waits for the end of its lease.
+        await self.remote_claims.settle(SETTLE_S)
         left = await self.replicas.hand_over()
         log.info("leaderships_handed_over", left=left)
+        await self.remote_claims.settle(SETTLE_S)
+        until_ms = self.clock.mono_ms() + int(SETTLE_S * 1000)
+        while (self._later or self._proposing_later) and self.clock.mono_ms() < until_ms:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_AGAIN_S)
         self.local.stop()
 
     def drain(self) -> None:
@@ -250,9 +259,11 @@ class ClusterNode:
             self._later_wake.clear()
             while self._later:
                 taken = [self._later.popleft() for _ in range(min(LATER_MAX, len(self._later)))]
+                self._proposing_later = True
                 for pair, answer in zip(taken, await self._propose_all(taken), strict=True):
                     if answer.code in _AGAIN:
                         self._propose_later(*pair)
+                self._proposing_later = False
 
     # Who is asked.
 

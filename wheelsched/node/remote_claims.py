@@ -124,6 +124,7 @@ class RemoteClaims:
         self._promise_number = 0
         self._answered: dict[int, tuple[bool, int]] = {}  # promise -> (jobs were taken, when), in order
         self._given_back = 0  # jobs
+        self._under_way: set[asyncio.Task[Any]] = set()
         self.offers = Offers(self._claims, self._queues, request, clock, self._spawn, self.give_back)
         self._claims.elsewhere = self
 
@@ -178,7 +179,15 @@ class RemoteClaims:
         if self._tasks is None:
             work.close()
             return None
-        return self._tasks.create_task(work, name=name)
+        task = self._tasks.create_task(work, name=name)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def settle(self, timeout_s: float) -> None:
+        """After `drain`: wait for what is under way between this node and others, so long at most."""
+        if under_way := tuple(self._under_way):
+            await asyncio.wait(under_way, timeout=timeout_s)
 
     # Claims.
 

@@ -99,6 +99,11 @@ class GuardedClock:
         """The others confirm it: the machine's wall time counts from now on."""
         self._ahead_ms = self._clock.wall_ms() - self._clock.mono_ms()
 
+    def follow(self, ahead_ms: int) -> None:
+        """Before anything was fired by this clock: take the time from others, who say that theirs is `ahead_ms` (below 0) of it."""
+        assert ahead_ms < 0
+        self._ahead_ms += ahead_ms
+
 
 def machine_wall_ms(clock: Clock) -> int:
     """What to tell other nodes of the time: the machine's, before any doubt. Told what each believes, nodes whose machines were all set

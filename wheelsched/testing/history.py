@@ -160,7 +160,7 @@ def _faults(history: History, told: Told, drained: bool, created: bool, lossy: b
             handed[job_id].append((call, one))
     for job_id, found in told.jobs.items():
         yield from _check_attempts(job_id, found, history.claims, handed[job_id], lossy)
-        yield from _check_ends(job_id, found, ends[job_id], history.claims)
+        yield from _check_ends(job_id, found, ends[job_id], history.claims, lossy)
         if drained and found.job["status"] not in FINAL_NAMES:
             yield f"never_lost: {job_id} is {found.job['status']} although its queue was drained"
     yield from _check_cancels(history, told.jobs)
@@ -241,7 +241,11 @@ def _check_attempts(
 def is_undelivered(job_id: str, row: Mapping[str, Any], claims: Mapping[str, ClaimCall]) -> bool:
     """Whether an attempt was leased for a claim that was answered without it, and ended without anybody having made it."""
     call = claims.get(row["worker"])
-    is_missing = call is not None and call.known is Known.DONE and job_id not in call.jobs
+    if call is None or call.known is not Known.DONE:
+        return False
+    # A claim that still waits may be given the same job again.
+    handed = call.jobs.get(job_id)
+    is_missing = handed is None or handed.attempt != row["attempt"]
     return is_missing and row["outcome"] in ("lease_expired", "released")
 
 
@@ -262,14 +266,16 @@ def _check_claimed(job_id: str, row: Mapping[str, Any], claims: Mapping[str, Cla
         yield f"never_early: the lease of attempt {row['attempt']} of {job_id} ended {early_ms} ms before its time"
 
 
-def _check_ends(job_id: str, found: SeenJob, ends: Sequence[End], claims: Mapping[str, ClaimCall]) -> Iterator[str]:
+def _check_ends(job_id: str, found: SeenJob, ends: Sequence[End], claims: Mapping[str, ClaimCall], lossy: bool) -> Iterator[str]:
     """The ends we reported against the outcomes on record."""
     reported = {(end.handed.attempt, end.worker, end.outcome) for end in ends}
     outcomes = {(row["attempt"], row["worker"]): row["outcome"] for row in found.attempts}
+    undelivered = {(row["attempt"], row["worker"]) for row in found.attempts if lossy and is_undelivered(job_id, row, claims)}
     for (attempt, worker), outcome in outcomes.items():
         call = claims.get(worker)
         # What a claim took whose answer nobody waited for any more goes back by itself.
         given_back = outcome == "released" and call is not None and call.known is Known.UNKNOWN
+        given_back = given_back or (attempt, worker) in undelivered
         if outcome not in ENDED_BY_TIME and not given_back and (attempt, worker, outcome) not in reported:
             yield f"one_live_lease: attempt {attempt} of {job_id} ended as {outcome}, which {worker} never reported"
     status = found.job["status"]
