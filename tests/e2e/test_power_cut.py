@@ -40,7 +40,8 @@ def test_rows_behind_a_torn_wal_file_are_not_read_without_those_before(tmp_path:
     older, *newer = wal_lengths(tmp_path / "data" / DB_NAME)[-2:]
     if not newer:
         pytest.skip("RocksDB flushed before the process died: one WAL file is left")
-    os.truncate(tmp_path / "data" / DB_NAME / older[0], older[1] - 30_000)
+    # At least half of it stays: how much RocksDB had put there when it began the next one is its own affair.
+    os.truncate(tmp_path / "data" / DB_NAME / older[0], max(older[1] - 30_000, older[1] // 2))
     store = RocksStore(tmp_path / "data", SMALL)
     try:
         found = [int.from_bytes(key, "big") for key, _ in store.scan("jobs", b"", b"", 1_000)]
