@@ -66,7 +66,8 @@ class Audit:
         prefix = keys.job_range(group, lane, 0)[:3]
         start = self._heads.lower_bound(keys.JOBS, prefix)
         repairs = 0
-        while group in self._dispatcher.led:
+        # A group that was lost and won again during the sweep is not in memory before it has been read anew.
+        while group in self._dispatcher.led and self._dispatcher.is_loaded:
             end = keys.job_range(group, lane, max(self._settled_ms(group), 0))
             rows = self._store.scan(keys.JOBS, start, end, SLICE_ROWS)
             repairs += self._check(group, lane, [keys.parse_job_key(key)[3] for key, _ in rows])
@@ -74,7 +75,7 @@ class Audit:
                 return repairs
             start = rows[-1][0] + b"\0"
             await asyncio.sleep(pause_s)
-        return repairs  # led no more
+        return repairs  # led no more, or being read
 
     def _settled_ms(self, group: int) -> int:
         # The grace is counted from the hand: the watermark of a group that has nothing to fire stands still.

@@ -232,9 +232,10 @@ def _check_attempts(
         before_ms = instant_ms(row["ended_at"]) if row["ended_at"] else before_ms
         if not (lossy and is_undelivered(job_id, row, claims)):
             yield from _check_claimed(job_id, row, claims)
-    one_by_one = sorted((one.attempt, call.sent_at, one.fencing) for call, one in handed)
-    for (_, _, lower), (attempt, _, higher) in pairwise(one_by_one):
-        if higher <= lower:
+    one_by_one = sorted((one.attempt, call.sent_at, call.answered_at, one.fencing) for call, one in handed)
+    for (before, _, answered_at, lower), (attempt, sent_at, _, higher) in pairwise(one_by_one):
+        # A released attempt is not counted: of two with one number, the claim that was sent first may have been served last.
+        if higher <= lower and (attempt > before or answered_at < sent_at):
             yield f"token_grows: attempt {attempt} of {job_id} has token {higher} after {lower}"
 
 
