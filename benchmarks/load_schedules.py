@@ -139,7 +139,7 @@ async def count_runs(node: Node, queue: str, due: int) -> int:
 def measure(node: Node, *, schedules: int, due: int, kill: bool) -> list[Figure]:
     rss_empty, disk_empty = node.rss_bytes(), node.disk_bytes()
     seconds = run_loop(fill(node, schedules - due, due, "far", None))
-    wait_s = 60 + due / 800
+    wait_s = 30 + due / 1_000
     at_ms, cron = minute_after(wait_s)
     seconds += run_loop(fill(node, due, 0, "due", cron))
     if now_ms() > at_ms - 30_000:

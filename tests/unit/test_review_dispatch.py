@@ -11,10 +11,10 @@ from wheelsched.core.errors import Unavailable
 from wheelsched.core.ids import group_of
 from wheelsched.dispatch import leases, purging
 from wheelsched.dispatch.queues import LATENESS_WINDOW_MS
-from wheelsched.dispatch.timers import Special, Timers
+from wheelsched.dispatch.timers import Due, Special, Timers
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand
-from wheelsched.model.rows import KIND_HELD, KIND_JOB, KIND_RETRY, TIMER, timer_word
+from wheelsched.model.rows import KIND_HELD, KIND_JOB, KIND_NEXT, KIND_RETRY, TIMER, timer_word
 from wheelsched.replica import Replicas
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.store.heads import RangeHeads
@@ -80,15 +80,17 @@ async def test_a_sweep_for_history_lets_others_have_their_turn_where_nothing_is_
 def test_special_timers_are_told_from_plain_ones_wherever_they_stand_in_a_batch(seed: int) -> None:
     rng = random.Random(seed)
     timers = Timers(1, 0)
-    records, plain, held = b"", b"", []
+    records, plain, occurrences, held = b"", b"", b"", []
     for low in range(rng.randrange(40)):
-        kind = rng.choice((KIND_JOB, KIND_JOB, KIND_RETRY, KIND_HELD))
+        kind = rng.choice((KIND_JOB, KIND_JOB, KIND_RETRY, KIND_HELD, KIND_NEXT))
         # Bytes of 1 and 0 all over, so that a search by bytes that is off by some would show.
         word = timer_word(rng.choice((0, 1, 0x010101)), rng.randrange(3), kind)
         record = TIMER.pack(1 << rng.randrange(40), low, 7, word)
         records += record
         if kind == KIND_JOB:
             plain += record
+        elif kind == KIND_NEXT:
+            occurrences += record
         elif rng.random() < 0.7:
             special = Special(bytes(16), rng.choice((7, 7, 8)), 1_000 + low, 0, None, False)  # type: ignore[arg-type]
             timers._special[0][low] = special
@@ -98,7 +100,7 @@ def test_special_timers_are_told_from_plain_ones_wherever_they_stand_in_a_batch(
                 plain += TIMER.pack(special.fire_at_ms, low, 7, word & ~7)
     timers._special[0].setdefault(1_000, Special(bytes(16), 1, 0, 0, None, False))  # type: ignore[arg-type]
     due = timers._resolve(0, records)
-    assert (due.group, due.lane, due.records, due.held) == (0, 0, plain, held)
+    assert due == Due(0, 0, plain, held, occurrences)
 
 
 async def test_rows_that_moved_to_another_time_count_as_gone_from_where_they_were() -> None:

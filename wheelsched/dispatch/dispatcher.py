@@ -101,7 +101,7 @@ class Dispatcher:
         )  # fmt: skip
         self.timetable = Timetable(store, zones, group_count=group_count)
         self.occurrences = Occurrences(
-            store, replicas, clock, self.timetable, group_of_schedule=self.group_of_schedule,
+            store, replicas, clock, self.timers, self.timetable, group_of_schedule=self.group_of_schedule,
             by_itself=not isinstance(clock, VirtualClock),
         )  # fmt: skip
         self.firing = Firing(

@@ -120,10 +120,10 @@ class Firing:
             for due in found:
                 if due.records:
                     self._put_aside(due.group, due.lane, due.records, now_ms)
-                self._occurrences.add(due.group, [special for special in due.held if special.occurs])
-                named = [special for special in due.held if not special.occurs]
-                held.append((due.group, named))
-                commands += self._fire_held(due.group, named)
+                if due.occurrences:
+                    self._occurrences.add(due.group, due.occurrences)
+                held.append((due.group, due.held))
+                commands += self._fire_held(due.group, due.held)
             # All groups with something put aside, not only those swept now: where the clock was set back before the last turn's
             # Fire got its stamp, that Fire fell short of its batch.
             commands += [(group, Fire(now_ms)) for group, pending in self._pending.items() if pending]

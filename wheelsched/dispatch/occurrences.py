@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,12 +16,12 @@ import structlog
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import InvalidSchedule, Unavailable
-from wheelsched.dispatch.timers import Special
+from wheelsched.dispatch.timers import Special, Timers
 from wheelsched.dispatch.timetable import Timetable
 from wheelsched.engine.schedules import OUTDATED
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Reply
-from wheelsched.model.rows import JobState, decode_course, decode_definition, decode_state
+from wheelsched.model.rows import TIMER, JobState, decode_course, decode_definition, decode_state
 from wheelsched.model.schedules import Course, Definition, Overlap, Phase
 from wheelsched.replica import ReplicaSet, propose_each
 from wheelsched.store import Store
@@ -51,18 +51,21 @@ class Occurrences:
     """Decides the waiting occurrences of this node's groups when they have come."""
 
     def __init__(
-        self, store: Store, replicas: ReplicaSet, clock: Clock, timetable: Timetable, *, group_of_schedule: Callable[[str, str], int],
-        by_itself: bool,
+        self, store: Store, replicas: ReplicaSet, clock: Clock, timers: Timers, timetable: Timetable, *,
+        group_of_schedule: Callable[[str, str], int], by_itself: bool,
     ) -> None:  # fmt: skip
         """`by_itself` False: nothing is decided but in `turn` and `decide_now`; time stands still between the steps of a test."""
         self._store = store
         self._replicas = replicas
         self._clock = clock
+        self._timers = timers
         self._timetable = timetable
         self._group_of_schedule = group_of_schedule
         self._by_itself = by_itself
-        self._queue: deque[_Waiting] = deque()
-        self._named: set[bytes] = set()  # job ids in the queue or under way
+        # Swept and not yet looked at: (group, packed records); a hundred thousand come in a few sweeps.
+        self._swept: deque[tuple[int, bytes]] = deque()
+        self._retries: deque[_Waiting] = deque()
+        self._named: set[bytes] = set()  # job ids of retries and of what is under way
         self._wake = asyncio.Event()
         self._turn = asyncio.Lock()
         self.is_held = False
@@ -82,45 +85,50 @@ class Occurrences:
     def end(self, group: int) -> None:
         """The group is led no more."""
         del self._began_ms[group]
-        for item in [item for item in self._queue if item.group == group]:
-            self._queue.remove(item)
+        self._swept = deque(part for part in self._swept if part[0] != group)
+        for item in [item for item in self._retries if item.group == group]:
+            self._retries.remove(item)
             self._named.discard(item.special.job_id)
 
     def step_back(self, now_ms: int) -> None:
         """The wall clock was set back; the timers are loaded anew."""
         for group, began_ms in self._began_ms.items():
             self._began_ms[group] = min(began_ms, now_ms)
-        self._queue.clear()
+        self._swept.clear()
+        self._retries.clear()
         self._named.clear()
 
-    def add(self, group: int, named: Sequence[Special]) -> None:
-        for special in named:
-            if special.job_id not in self._named:
-                self._named.add(special.job_id)
-                self._queue.append(_Waiting(group, special))
+    def add(self, group: int, records: bytes) -> None:
+        """Packed records of occurrences whose time has come."""
+        self._swept.append((group, records))
         self._wake.set()
 
     def __contains__(self, job_id: bytes) -> bool:
+        """Whether it is under way. One that was swept only is among the timers still."""
         return job_id in self._named
 
     def __len__(self) -> int:
-        return len(self._named)
+        return len(self._named) + sum(len(records) for _, records in self._swept) // TIMER.size
 
     async def run(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
             if self._by_itself:
-                while self._queue and not self.is_held:
+                while self._waits and not self.is_held:
                     await self._slice()
                     await asyncio.sleep(0)
 
     async def turn(self) -> bool:
         """Decide a slice; False where nothing waits."""
-        if not self._queue or self.is_held:
+        if not self._waits or self.is_held:
             return False
         await self._slice()
         return True
+
+    @property
+    def _waits(self) -> bool:
+        return bool(self._swept or self._retries)
 
     async def decide_now(self, tenant: str, name: str) -> None:
         """Decide a schedule's waiting occurrence if it has come, before something else is done to the schedule."""
@@ -142,12 +150,23 @@ class Occurrences:
 
     async def _slice(self) -> None:
         async with self._turn:
-            taken = [self._queue.popleft() for _ in range(min(SLICE, len(self._queue)))]
+            taken = self._take()
             try:
                 await self._decide(taken)
             except BaseException:
                 self._named.difference_update(item.special.job_id for item in taken)
                 raise
+
+    def _take(self) -> list[_Waiting]:
+        taken = [self._retries.popleft() for _ in range(min(SLICE, len(self._retries)))]
+        while len(taken) < SLICE and self._swept:
+            group, records = self._swept.popleft()
+            size = (SLICE - len(taken)) * TIMER.size
+            if len(records) > size:
+                self._swept.appendleft((group, records[size:]))
+            taken += [_Waiting(group, special) for special in self._timers.take_next(group, records[:size])]
+        self._named.update(item.special.job_id for item in taken)
+        return taken
 
     async def _decide(self, taken: list[_Waiting]) -> None:
         now_ms = self._clock.wall_ms()
@@ -177,7 +196,7 @@ class Occurrences:
                 # Decided, or the group is led no more: then the next leader reads the row again.
                 self._named.discard(item.special.job_id)
         if deferred:
-            self._queue.extend(deferred)
+            self._retries.extend(deferred)
             if len(deferred) == len(taken):
                 await asyncio.sleep(0.05)
 
@@ -215,7 +234,7 @@ class Occurrences:
     def _again(self, item: _Waiting) -> None:
         item.tries += 1
         if item.tries < TRIES_MAX:
-            self._queue.append(item)
+            self._retries.append(item)
             self._wake.set()
         else:
             self._named.discard(item.special.job_id)

@@ -22,7 +22,7 @@ FORMAT: Final = b"\x01"
 # Timer record: at_ms, the id's random half, version, word (wheelsched.wheel and wheelsched.fairness carry it opaquely).
 TIMER: Final = struct.Struct("<qQII")
 # Kinds of timer, in the low three bits of the word: fired by the watermark; fired by name; a retry.
-KIND_JOB, KIND_HELD, KIND_RETRY = 0, 1, 2
+KIND_JOB, KIND_HELD, KIND_RETRY, KIND_NEXT = 0, 1, 2, 3
 
 
 def timer_word(queue_number: int, priority: int, kind: int) -> int:
