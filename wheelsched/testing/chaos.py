@@ -76,7 +76,8 @@ SECTION: Final = ("<!-- chaos: begin -->", "<!-- chaos: end -->")
 
 # kind -> how often it is drawn.
 WEIGHTS: Final = {
-    "kill": 4, "pause": 2, "cut": 2, "one_way": 2, "term": 2, "clock": 2, "slow": 1, "stutter": 1, "kill_all": 1, "full": 1, "wipe": 1,
+    "kill": 4, "pause": 2, "cut": 2, "one_way": 2, "term": 2, "clock": 2, "slow": 1, "slow_disk": 2, "stutter": 1, "kill_all": 1,
+    "full": 1, "wipe": 1,
 }  # fmt: skip
 KINDS: Final = {
     "kill": "kill -9, restart",
@@ -86,13 +87,14 @@ KINDS: Final = {
     "term": "SIGTERM, restart",
     "clock": "a clock stepped by 2 s or 1 h",
     "slow": "a slow link",
+    "slow_disk": "a slow disk",
     "stutter": "SIGSTOP in short bursts",
     "kill_all": "kill -9 of all nodes at once",
     "full": "a full disk",
     "wipe": "data lost, node replaced",
 }
 # After these a node may end by itself: a store whose fsync took 10 s, or whose disk is full, must not go on.
-MAY_END: Final = frozenset({"pause", "full"})
+MAY_END: Final = frozenset({"pause", "full", "slow_disk"})
 
 
 # --- clients --------------------------------------------------------------------------------------------------------------------
@@ -518,6 +520,16 @@ class Chaos:
         delay_s = self.rng.choice((0.01, 0.05, 0.2))
         event.detail = f"{delay_s * 1000:.0f} ms"
         await self._with_links(lambda: self.links.slow(self._around(node), delay_s), event)
+
+    async def _slow_disk(self, node: str, event: Event) -> None:
+        delay_ms, hold_s = self.rng.choice((20, 100, 500, 3_000)), self.rng.uniform(2, 8)
+        event.detail = f"{delay_ms} ms a sync, {hold_s:.1f} s"
+        file = self.cluster.disk_file(node)
+        _write_whole(file, str(delay_ms))
+        try:
+            await asyncio.sleep(hold_s)
+        finally:
+            _write_whole(file, "0")
 
     async def _with_links(self, cut: Callable[[], None], event: Event) -> None:
         hold_s = self.rng.choice((self.rng.uniform(0.2, 2), self.rng.uniform(2, 10)))

@@ -43,8 +43,30 @@ class ClusterProcesses:
         self.peer_ports = dict(zip(self.names, ports[size : 2 * size], strict=True))
         self.listen_ports = dict(zip(self.names, ports[2 * size :], strict=True)) if proxied else self.peer_ports
         self.file = folder / "cluster.yaml"
-        self.file.write_text(yaml.safe_dump(self._document(), sort_keys=False), encoding="utf-8")
-        self.nodes = {name: self._make_node(name, dict(settings or {}), (data_dirs or {}).get(name)) for name in self.names}
+        self._replication_factor = min(3, size)
+        self._settings = dict(settings or {})
+        self.write_file()
+        self.nodes = {name: self._make_node(name, dict(self._settings), (data_dirs or {}).get(name)) for name in self.names}
+
+    def add(self, name: str) -> NodeProcess:
+        """One more node, named in the file; `cluster add` has to make a place for it before it can start."""
+        self.http_ports[name], self.peer_ports[name] = free_ports(2)
+        self.listen_ports[name] = self.peer_ports[name]
+        self.names = (*self.names, name)
+        self.write_file()
+        node = self.nodes[name] = self._make_node(name, dict(self._settings), None)
+        return node
+
+    def leave_out(self, name: str) -> NodeProcess:
+        """A node that was removed: it is not in the file any more, and may end."""
+        self.names = tuple(other for other in self.names if other != name)
+        self.write_file()
+        return self.nodes.pop(name)
+
+    def write_file(self, shared: Mapping[str, Mapping[str, object]] | None = None) -> None:
+        """Write the file that all nodes read when they start; `shared`: sections and their keys beside those of the cluster."""
+        document = self._document() | dict(shared or {})
+        self.file.write_text(yaml.safe_dump(document, sort_keys=False), encoding="utf-8")
 
     def _document(self) -> dict[str, Any]:
         nodes = [
@@ -54,7 +76,7 @@ class ClusterProcesses:
             "cluster": {
                 "name": "processes",
                 "group_count": self.group_count,
-                "replication_factor": min(3, len(self.names)),
+                "replication_factor": self._replication_factor,
                 "nodes": nodes,
             },
             "node": {"data_dir": str(self.folder / "{id}")},
@@ -66,7 +88,8 @@ class ClusterProcesses:
         if data_dir is not None:
             settings["node.data_dir"] = str(data_dir)
         node = NodeProcess(
-            data_dir or self.folder / name, settings=settings, command=("serve", "-c", str(self.file), "--node", name)
+            data_dir or self.folder / name, settings=settings, command=("serve", "-c", str(self.file), "--node", name),
+            slow_disk=self.disk_file(name),
         )  # fmt: skip
         # Beside the data and not in it: a full or emptied disk is none of theirs.
         node.log_path, node.out_path = self.folder / f"{name}.log", self.folder / f"{name}.out"
@@ -76,6 +99,10 @@ class ClusterProcesses:
     def clock_file(self, name: str) -> Path:
         """What is written there, in milliseconds, is added to the node's wall clock."""
         return self.folder / f"{name}.clock"
+
+    def disk_file(self, name: str) -> Path:
+        """What is written there, in milliseconds, is how much longer each fsync of the node takes."""
+        return self.folder / f"{name}.disk"
 
     def start(self) -> None:
         """Start all; return when each says that it is ready."""

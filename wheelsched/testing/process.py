@@ -56,15 +56,18 @@ class NodeProcess:
         command: Sequence[str] = (),
         notes: Path | None = None,
         sync_delay_s: float = 0.0,
+        slow_disk: Path | None = None,
     ) -> None:
         """`settings`: dotted keys, as in the reference file; `command`: instead of `dev` on a free port; `notes`: where the lengths
-        of synced WAL files are noted; `sync_delay_s`: how much longer each fsync takes then, so that more is under way at a kill."""
+        of synced WAL files are noted; `sync_delay_s`: how much longer each fsync takes then, so that more is under way at a kill.
+        `slow_disk`: without notes; a file that says by how many milliseconds each fsync takes longer at present."""
         self.data_dir = data_dir
         self.settings = dict(settings or {})
         self.command = tuple(command) or ("dev", "--data-dir", str(data_dir), "--port", "0")
         self.arguments = tuple(arguments)
         self.notes = notes
         self.sync_delay_s = sync_delay_s
+        self.slow_disk = slow_disk
         self.log_path = data_dir.with_name(data_dir.name + ".log")
         self.out_path = data_dir.with_name(data_dir.name + ".out")
         self._process: Any = None
@@ -81,7 +84,7 @@ class NodeProcess:
         arguments = [*self.command, "--json", *self.arguments]
         files = (str(self.out_path), str(self.log_path))
         watched = None if self.notes is None else (self.notes, self.sync_delay_s)
-        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, watched), daemon=True)
+        self._process = _processes.Process(target=_be_node, args=(arguments, environment, files, watched, self.slow_disk), daemon=True)
         with _without_main():
             self._process.start()
 
@@ -167,7 +170,9 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str, str], watched: tuple[Path, float] | None) -> None:
+def _be_node(
+    arguments: list[str], environment: dict[str, str], files: tuple[str, str], watched: tuple[Path, float] | None, slow_disk: Path | None
+) -> None:
     """The forked process, from here on the node."""
     # Whoever started us may be killed as well, with no chance to clean up.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -178,10 +183,12 @@ def _be_node(arguments: list[str], environment: dict[str, str], files: tuple[str
         os.close(file)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.update(environment)
-    if watched is not None:
-        from wheelsched.node import build
+    from wheelsched.node import build
 
+    if watched is not None:
         vars(build)["RocksStore"] = functools.partial(NotedStore, notes=watched[0], sync_delay_s=watched[1])
+    elif slow_disk is not None:
+        vars(build)["RocksStore"] = functools.partial(RocksStore, faults=_SlowDisk(slow_disk))
     from wheelsched.cli import main
 
     sys.argv = ["wheelsched", *arguments]
@@ -221,6 +228,20 @@ class _Notes:
 
     def write_down(self) -> None:
         os.write(self._file, b"".join(b"%s %d\n" % (name.encode(), length) for name, length in self._seen))
+
+
+class _SlowDisk:
+    """A disk whose fsyncs take as much longer as a file says. Implements `Faults`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_write(self) -> None:
+        pass
+
+    def on_sync(self) -> None:
+        with suppress(FileNotFoundError, ValueError):
+            time.sleep(int(self._path.read_text()) / 1000)
 
 
 class _NotedMark:
