@@ -316,12 +316,17 @@ async def test_draining_lets_calls_under_way_end() -> None:
 
     node.before_propose = hold
     async with serving(node) as api:
-        idle, busy = await api.wire(), await api.wire()
-        idle.request("GET", "/readyz")
-        assert (await idle.answer()).status == 200
+        idle, last, busy = await api.wire(), await api.wire(), await api.wire()
+        for wire in (idle, last):
+            wire.request("GET", "/readyz")
+            assert (await wire.answer()).status == 200
         busy.request("POST", "/v1/jobs", b'{"queue":"mail"}')
         await arrived.wait()
         draining = asyncio.get_running_loop().create_task(api.server.drain(10))
+        await asyncio.sleep(0)
+        last.request("GET", "/livez")  # on its way when the drain began
+        answer = await last.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
         assert await idle.end() == b""
         assert not draining.done()
         go_on.set()

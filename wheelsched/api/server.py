@@ -21,6 +21,8 @@ _BACKLOG: Final = 4_096
 # Connections beyond the bound that wait for their 503; past these they are dropped unanswered.
 _REFUSED_MAX: Final = 512
 _CLOSE_S: Final = 5.0
+# A call may be on its way on a connection that looks idle. Closed under it, its client could not tell whether it was done.
+_LAST_CALLS_S: Final = 0.25
 
 
 async def serve(node: NodeFace, *, host: str, port: int) -> Server:
@@ -59,16 +61,20 @@ class Server:
         return self.api.counters.statistics()
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new connection, let waiting claims answer empty-handed and calls under way end, for at most `timeout_s`."""
+        """Take no new connection, let waiting claims answer empty-handed and calls under way end, for at most `timeout_s`. Whoever calls
+        on an open connection within a quarter of a second is still answered, and told that it was the last time."""
         self.draining = True
         if self._listener is not None:
             self._listener.close()
         self.api.end_polls()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_LAST_CALLS_S, timeout_s)):
+                await self.wait_without_connections()
         for connection in tuple(self._connections):
             if connection.is_idle:
                 connection.close_now()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s - min(_LAST_CALLS_S, timeout_s)):
                 await self.wait_without_connections()
 
     async def wait_without_connections(self) -> None:
