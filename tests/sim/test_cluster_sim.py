@@ -217,7 +217,7 @@ MUTANTS: list[tuple[type[RaftReplicas], str, Sequence[int]]] = [
     (with_offices(LeasesFromTheAnswer), "one_live_lease", [16, 19, 23]),
     (with_offices(LeadsBeforeItKnowsAll), "never_lost", [5, 26, 36]),
     (with_offices(TellsWhatIsInTheLogToHaveLost), "never_lost", [18, 35, 47]),
-    (with_transfers(InstallsUnmarked), "applied_agrees", [18]),
+    (with_transfers(InstallsUnmarked), "applied_agrees", [425, 1_069, 2_467]),
     (with_transfers(NeverReportsASnapshot), "progress_after_healing", [1, 20]),
 ]
 SEEDS_MAX = 60

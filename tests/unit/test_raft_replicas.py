@@ -413,7 +413,7 @@ async def test_stop_answers_what_was_proposed_and_gives_up_where_nobody_confirms
 
 
 async def test_a_leader_that_is_cut_off_stops_acting_before_another_one_begins() -> None:
-    """`one_live_lease`, which the simulation checks at every event; here that the lease ends by itself, and that its end is told."""
+    """B-058: `one_live_lease`, which the simulation checks at every event; here that the lease ends by itself, and that its end is told."""
     async with Cluster(3) as cluster:
         old = cluster.leader
         assert old.replicas is not None and GROUP in old.memory
@@ -512,7 +512,7 @@ async def test_a_node_about_to_stop_hands_everything_over() -> None:
 
 
 async def test_a_leader_whose_disk_stalls_loses_its_office() -> None:
-    """It could go on talking for ever (hashicorp/raft #503, etcd #13527)."""
+    """B-060, with a slow disk: it could go on talking for ever (hashicorp/raft #503, etcd #13527)."""
     async with Cluster(3) as cluster:
         old = cluster.leader
         assert old.replicas is not None
@@ -654,6 +654,7 @@ async def test_a_blank_node_joins_by_snapshot_learns_and_takes_the_place_of_anot
         assert future.result().learners == (4,)
         await cluster.until(lambda: jobs_of(newcomer) == set(range(100)))
         assert newcomer.member(GROUP).raft.log.start_index > 10, "by snapshot, not from the log's beginning"
+        await cluster.until(lambda: replicas.status(GROUP).peers[4].match)
         leaving = cluster.others(cluster.leader)[0].node_id
         future = replicas.promote(GROUP, 4, in_place_of=leaving)
         with pytest.raises(Unavailable):
@@ -741,8 +742,9 @@ def staged_rows(store: MemoryStore) -> list[tuple[bytes, bytes]]:
 
 @pytest.mark.parametrize("settings", [SMALL, STAGED], ids=["small", "staged"])
 async def test_a_crash_after_any_write_of_an_installation_leaves_the_old_state_or_the_new_one(settings: ReplicaSettings) -> None:
-    """The disk keeps a prefix of what was written, as long as each possible one. Before the first write that belongs to the installation
-    the replica must be as it was; wherever the crash fell it must come up, agree with the others at its applied index, and catch up."""
+    """B-072: the disk keeps a prefix of what was written, as long as each possible one. Before the first write that belongs to the
+    installation the replica must be as it was; wherever the crash fell it must come up, agree with the others at its applied index, and
+    catch up."""
     async with Cluster(3, settings=settings) as cluster:
         leader = cluster.leader
         away = cluster.others(leader)[0]

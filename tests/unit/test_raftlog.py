@@ -322,6 +322,7 @@ def test_compaction_is_due_by_entries_and_by_bytes(store: MemoryStore, monkeypat
 
 
 async def test_a_crash_rolls_entries_and_state_back_together(store: MemoryStore) -> None:
+    """B-070: state and log are of one write-ahead log, so no cut leaves one without the other."""
     log = RaftLog(store, [0])
     append(store, log, 0, an_entry(11))
     await store.sync()

@@ -37,7 +37,10 @@ def check_target_groups(manifest: Manifest, group_count: int) -> None:
 
 def restored_state(state: GroupState) -> GroupState:
     """A group's state as its new log starts behind it: at the index of every new group, so that a blank node joins by snapshot only."""
-    return replace(state, applied_index=FIRST_INDEX, applied_term=FIRST_TERM, fencing=state.fencing + FENCING_GAP)
+    return replace(
+        state, applied_index=FIRST_INDEX, applied_term=FIRST_TERM, fencing=state.fencing + FENCING_GAP, digest=0, digest_from=0,
+        checked_index=0, checked_digest=0,
+    )  # fmt: skip
 
 
 def fill_group(

@@ -125,6 +125,12 @@ class GroupState(msgspec.Struct, array_like=True, gc=False):
     time_ms: int = 0  # max of all stamps: dates rows and events, decides nothing
     watermark_ms: int = 0  # up to here the group has fired
     fencing: int = 0  # the last token minted
+    # Checksum of what the entries behind `digest_from` wrote (-1: of some of them, for a release that kept none applied the others). At
+    # every window's end it is put aside, for the leader to tell and the others to compare (replica/digests.py).
+    digest: int = 0
+    digest_from: int = -1
+    checked_index: int = 0  # 0: the last window was not whole
+    checked_digest: int = 0
 
 
 class QueueSettings(msgspec.Struct, array_like=True, frozen=True, gc=False):

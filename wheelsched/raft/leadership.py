@@ -101,6 +101,12 @@ class Leadership:
         self._append([(EntryKind.COMMANDS, payload) for payload in payloads])
         return Answer.ACCEPTED
 
+    def propose_note(self, payload: bytes) -> Answer:
+        if self.transferee or self._raft.node_id not in self.peers:
+            return Answer.DROPPED
+        self._append([(EntryKind.EMPTY, payload)])
+        return Answer.ACCEPTED
+
     def propose_conf(self, changes: Sequence[Change], mode: Mode) -> Answer:
         if self.transferee:
             return Answer.DROPPED
@@ -229,6 +235,12 @@ class Leadership:
 
     def _on_refusal(self, message: AppendResponse, peer: Progress) -> None:
         hint = message.hint_index
+        if not hint and not message.hint_term and self._raft.log.start_index and peer.match:
+            # Where every log begins behind a snapshot, one that ends at 0 is blank: the peer had left the group, dropped everything,
+            # and an acknowledgement of before that came late. Nothing above it is acknowledged before the next snapshot.
+            peer.lost()
+            self._send_append(message.sender, peer, allow_empty=True)
+            return
         if message.hint_term:
             # Own entries of terms above the hint's cannot be in a log whose last candidate has that term: skip them too.
             hint, _ = self._raft.log.hint_by_term(hint, message.hint_term)

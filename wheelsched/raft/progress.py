@@ -138,6 +138,12 @@ class Progress:
         self.sent_commit = min(self.sent_commit, self.next - 1)
         return True
 
+    def lost(self) -> None:
+        """The peer says that it holds nothing any more. Asked once more behind `match` first, for it may be an old answer."""
+        if self.state is not PeerState.SNAPSHOT:
+            self.next, self.match = self.match + 1, 0
+            self._enter(PeerState.PROBE)
+
     def wants_commit(self, commit: int) -> bool:
         """Whether an empty append could move the peer's commit index, as far as it will hold what was sent."""
         return commit > self.sent_commit and self.sent_commit < self.next - 1

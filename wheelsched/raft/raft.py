@@ -144,6 +144,10 @@ class Raft:
         assert payloads, "nothing proposed"
         return Answer.NOT_LEADER if self.leadership is None else self.leadership.propose(payloads)
 
+    def propose_note(self, payload: bytes) -> Answer:
+        """Append an entry that commands nothing: who does not know what it says passes over it."""
+        return Answer.NOT_LEADER if self.leadership is None else self.leadership.propose_note(payload)
+
     def propose_conf(self, changes: Sequence[Change], mode: Mode = Mode.AUTO) -> Answer:
         """Propose a change of configuration; no changes: leave the joint one. Unless accepted, nothing is appended."""
         return Answer.NOT_LEADER if self.leadership is None else self.leadership.propose_conf(changes, mode)
@@ -173,6 +177,10 @@ class Raft:
         """The transfer of a snapshot to the peer ended. Due for every one, or the peer waits for it for ever."""
         if self.leadership is not None:
             self.leadership.report_snapshot(peer, ok)
+
+    def learn_commit(self, index: int, term: int) -> None:
+        """A peer has applied this entry: where this log holds that very one, it is committed here as well."""
+        self._learn_commit(index, term)
 
     def apply_conf(self, change: ConfChange) -> Configuration:
         """The driver applies this committed change now; returns the configuration from here on."""

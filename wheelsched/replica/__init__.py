@@ -4,7 +4,8 @@ The only place where log, disk and state meet. Two drivers with one face (`Repli
 good, `raft_replicas.py` for groups replicated by Raft. What they share: `proposals.py`, the way in, and `applying.py`, what follows once
 entries are durable. Around the second: `raft_member.py` is what is kept for each group, `offices.py` who leads and reads, `inboxes.py`
 what waits for the log, `transfers.py` and `snapshots.py` whole states on their way, `compaction.py` how much log stays,
-`membership.py` which changes are let in, `loading.py` the start, `peers.py` what is asked of the transport.
+`membership.py` which changes are let in, `leaving.py` what becomes of a replica whose group went on without it, `digests.py` the check
+that replicas hold the same rows, `loading.py` the start, `peers.py` what is asked of the transport.
 
 Promises: nothing is applied, and so answered, before its entry is durable (`never_lost`); state and applied index are one batch, so
 that after a crash entries are applied again from where the state stands, each exactly once in the result (`applied_agrees`); no vote and

@@ -14,6 +14,7 @@ from wheelsched.model.commands import Complete, Create, Entry, Reply
 from wheelsched.model.effects import Effect, JobChanged, JobsMoved
 from wheelsched.model.rows import GroupState, JobState, QueueCounts
 from wheelsched.model.states import LEASED
+from wheelsched.replica.digests import end_window, fold
 from wheelsched.replica.proposals import Answered
 from wheelsched.store import Store
 from wheelsched.store.raftlog import Puts, RaftLog
@@ -51,13 +52,16 @@ class ToApply:
     entry: Entry | None
     proposals: Sequence[Answered] = ()  # whose commands these are, in their order; empty where nobody here waits
     configure: Callable[[Puts], None] | None = None  # of a change of configuration: makes it, and adds the row that tells of it
+    check: Callable[[], None] | None = None  # of a note: compares the state before it
 
 
 class Applier:
     """Applies the entries of all groups of this node. `on_effects(group, effects)` is called once for each applied entry with
     commands, before its replies."""
 
-    def __init__(self, store: Store, log: RaftLog, clock: Clock, *, on_effects: EffectSink) -> None:
+    def __init__(self, store: Store, log: RaftLog, clock: Clock, *, on_effects: EffectSink, digest_window: int = 0) -> None:
+        """`digest_window`: how many entries a checksum of what they write covers (`digests.py`); 0: there is none."""
+        self._digest_window = digest_window
         self._store = store
         self._log = log
         self._clock = clock
@@ -86,6 +90,7 @@ class Applier:
         ranges: list[tuple[str, bytes, bytes]] = []
         done = []
         groups: set[int] = set()
+        window = self._digest_window
         count = row_count = 0
         for item in waiting:
             member = item.member
@@ -100,12 +105,18 @@ class Applier:
                         row_count += len(rows)
                 ranges += txn.ranges
                 done.append((item, replies, effects))
+                if window:
+                    member.state.digest = fold(member.state.digest, txn.writes, txn.ranges)
             elif item.configure is not None:
                 item.configure(puts)
+            elif item.check is not None:
+                item.check()
             count += 1
             invariant(item.index == member.state.applied_index + 1, "applied_agrees", group=member.group, index=item.index)
             member.state.applied_index = item.index
             member.state.applied_term = item.term
+            if window and not item.index % window:
+                end_window(member.state, window)
             self._log.add_group_state(puts, member.group, member.state)
             if row_count >= WRITE_ROWS_MAX:
                 break

@@ -10,8 +10,8 @@ from wheelsched.replica.raft_settings import ReplicaSettings
 
 
 def compacted_to(member: RaftMember, settings: ReplicaSettings, *, start: int, held_bytes: int, sending: Sequence[int]) -> int:
-    """The index up to which entries are to be dropped, `start` (where the log begins now) for none. `sending`: indexes of snapshots on
-    their way.
+    """The index up to which entries are to be dropped, `start` (where the log begins now) for none. `sending`: as of
+    `Transfers.wanted_from`.
 
     The older half of what is applied goes once it is much; the other half serves peers that lag a little, now or under the next leader. A
     peer that answers and lags further is waited for up to a bound; one that is sent a snapshot always, for the log has to meet it where

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from wheelsched.core.errors import Unavailable
-from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX, INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
-from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Entry, Fire, encode_entry
+from wheelsched.core.limits import INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
+from wheelsched.model.commands import COMMAND_VERSION, Entry, Fire, encode_entry
 from wheelsched.raft import Answer
-from wheelsched.replica.proposals import Answered, Proposal, bounded_by, command_bytes, may_be_due
+from wheelsched.replica.proposals import Answered, Proposal, ProposalRun, command_bytes, take_entry
 from wheelsched.replica.raft_member import InLog, RaftMember
 
 
@@ -31,35 +31,23 @@ class Inboxes:
         if full and not own:
             raise Unavailable("too many changes wait for the disk; try again in a second", retry_after_s=1)
 
-    def add(self, member: RaftMember, proposal: Proposal, size: int) -> None:
-        if type(proposal.command) is Fire:
+    def add(self, member: RaftMember, proposal: Proposal | ProposalRun, count: int, size: int) -> None:
+        if type(proposal) is Proposal and type(proposal.command) is Fire:
             # All groups wait for the slowest Fire of a sweep: one behind 10,000 commands of a flooded group came 78 turns late.
             member.inbox.appendleft(proposal)
         else:
             member.inbox.append(proposal)
-        self.count += 1
+        member.waiting_count += count
+        self.count += count
         self.bytes += size
         self.busy[member.group] = None
 
     def cut(self, member: RaftMember, stamp_ms: int, *, leads: bool) -> bool:
         """Propose one entry of what waits in the group's inbox, within the bounds of an entry; whether the core took it. `leads` (and may
         fire): where a command may leave something due, the Fire for it comes along."""
-        proposals: list[Proposal] = []
-        commands: list[AnyCommand] = []
-        size = 0
-        fire = False
         inbox = member.inbox
-        while inbox and len(commands) < ENTRY_COMMANDS_MAX:
-            command = inbox[0].command
-            added = command_bytes(command)
-            if commands and size + added > ENTRY_BYTES_MAX:
-                break
-            size += added
-            proposals.append(inbox.popleft())
-            if type(command) is Fire:
-                command = bounded_by(command, stamp_ms)
-            commands.append(command)
-            fire = fire or may_be_due(command, stamp_ms)
+        proposals, commands, size, fire = take_entry(inbox, stamp_ms)
+        count = len(commands)
         if fire and leads:
             commands.append(Fire(stamp_ms))
         entry = Entry(COMMAND_VERSION, stamp_ms, commands)
@@ -70,17 +58,22 @@ class Inboxes:
             return False
         member.in_log[raft.log.last_index, raft.term] = InLog(entry, proposals)
         self.in_log_count += 1
-        self.count -= len(proposals)
+        member.waiting_count -= count
+        self.count -= count
         self.bytes -= size
         return True
 
     def fail(self, member: RaftMember) -> None:
         """Nothing in the group's inbox will be proposed: this node does not lead it."""
+        self._drop(member, member.not_leader())
+
+    def _drop(self, member: RaftMember, error: Exception) -> None:
         dropped = member.drop_inbox()
         if dropped:
-            self.count -= len(dropped)
-            self.bytes -= sum(command_bytes(proposal.command) for proposal in dropped)
-            fail_all(dropped, member.not_leader())
+            self.count -= member.waiting_count
+            member.waiting_count = 0
+            self.bytes -= sum([item.size if isinstance(item, ProposalRun) else command_bytes(item.command) for item in dropped])
+            fail_all(dropped, error)
 
     def fail_in_log(self, lost: Sequence[InLog], error: Exception) -> None:
         self.in_log_count -= len(lost)
@@ -89,9 +82,7 @@ class Inboxes:
 
     def clear(self, member: RaftMember, error: Exception) -> None:
         """The node ends: everybody is told, wherever their command stands."""
-        dropped = member.drop_inbox()
-        self.count -= len(dropped)
-        fail_all(dropped, error)
+        self._drop(member, error)
         self.fail_in_log(member.take_all_waiting(), error)
 
 

@@ -9,8 +9,9 @@ from functools import partial
 import structlog
 
 from wheelsched.core.clock import Rng
+from wheelsched.model.rows import GroupState
 from wheelsched.raft import Configuration, Entry, EntryKind, Raft, RestoredState, decode_configuration, make_entry
-from wheelsched.replica.raft_member import BandedTimeouts, RaftMember
+from wheelsched.replica.raft_member import BandedTimeouts, RaftMember, decode_left
 from wheelsched.replica.raft_settings import ReplicaSettings
 from wheelsched.replica.snapshots import Copying, described, staged_range
 from wheelsched.store import Store
@@ -24,9 +25,20 @@ def load_member(
     first_configuration: Callable[[int], Configuration],
 ) -> RaftMember:  # fmt: skip
     _finish_installing(store, raft_log, group)
-    row = raft_log.configuration(group)
+    row, left = raft_log.configuration(group), raft_log.left(group)
     configuration = first_configuration(group) if row is None else decode_configuration(row)
-    state, hard = raft_log.group_state(group), raft_log.hard_state(group)
+    state = raft_log.group_state(group)
+    raft, timeouts = make_raft(raft_log, group, node_id, settings, rng, configuration, state)
+    member = RaftMember(group, state, raft, timeouts)
+    member.left = None if left is None else decode_left(left)
+    return member
+
+
+def make_raft(
+    raft_log: RaftLog, group: int, node_id: int, settings: ReplicaSettings, rng: Rng, configuration: Configuration, state: GroupState
+) -> tuple[Raft, BandedTimeouts]:
+    """The core of a group as its log has it."""
+    hard = raft_log.hard_state(group)
     first, last = raft_log.first_index(group), raft_log.last_index(group)
     # At least one entry, where there is one: by it the core knows where the log ends.
     from_index = min(state.applied_index + 1, last)
@@ -48,7 +60,7 @@ def load_member(
     config = replace(settings.raft, group=group, restart_grace=settings.raft.restart_grace and not alone)
     raft = Raft(node_id, config, restored, timeouts, reader=partial(_read, raft_log, group))
     timeouts.raft = raft
-    return RaftMember(group, state, raft, timeouts)
+    return raft, timeouts
 
 
 def _read(raft_log: RaftLog, group: int, first: int, last: int) -> Sequence[Entry]:

@@ -36,7 +36,11 @@ def check_change(
     for node_id in entering:
         if node_id not in configuration.learners:
             raise InvalidRequest(f"node {node_id} is no learner of the group; add it as one first")
-        behind = last_index - matches.get(node_id, 0)
+        match = matches.get(node_id, 0)
+        if not match:
+            # However few entries there are: a majority that counts on it would wait for all of a snapshot.
+            raise Unavailable(f"node {node_id} holds nothing of the group yet; promote it when it has its snapshot", retry_after_s=1)
+        behind = last_index - match
         if behind > CAUGHT_UP_ENTRIES:
             detail = f"node {node_id} is {behind} entries behind, {CAUGHT_UP_ENTRIES} are allowed; promote it when it has caught up"
             raise Unavailable(detail, retry_after_s=1)

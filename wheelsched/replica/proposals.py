@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from wheelsched.core.errors import OutcomeUnknown, Unavailable
+from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX
 from wheelsched.model.commands import (
     AnyCommand,
     Backfill,
@@ -24,6 +26,9 @@ from wheelsched.model.commands import (
     Update,
 )
 from wheelsched.model.rows import JobState
+
+# From so many commands on it pays to put those of one group into its inbox as one.
+RUN_COMMANDS_MIN = 4
 
 
 class Batch:
@@ -188,6 +193,55 @@ class ProposalRun(msgspec.Struct, gc=False):
         front = ProposalRun(self.commands[:count], self.positions[:count], self.batch, size, self.due_from_ms)
         self.commands, self.positions, self.size = self.commands[count:], self.positions[count:], self.size - size
         return front
+
+
+def take_entry(
+    inbox: deque[Proposal | ProposalRun], stamp_ms: int
+) -> tuple[list[Proposal | ProposalRun], list[AnyCommand], int, bool]:  # fmt: skip
+    """Take away what fits into one entry: (who waits, commands, their bytes, whether one of them may leave something due)."""
+    proposals: list[Proposal | ProposalRun] = []
+    commands: list[AnyCommand] = []
+    size = 0
+    fire = False
+    while inbox and len(commands) < ENTRY_COMMANDS_MAX:
+        first = inbox[0]
+        if type(first) is ProposalRun:
+            run = _take_run(inbox, first, ENTRY_COMMANDS_MAX - len(commands), ENTRY_BYTES_MAX - size, is_first=not commands)
+            if run is None:
+                break
+            size += run.size
+            proposals.append(run)
+            commands += run.commands
+            fire = fire or run.due_from_ms <= stamp_ms
+            continue
+        assert type(first) is Proposal
+        command = first.command
+        added = command_bytes(command)
+        if commands and size + added > ENTRY_BYTES_MAX:
+            break
+        size += added
+        inbox.popleft()
+        proposals.append(first)
+        if type(command) is Fire:
+            command = bounded_by(command, stamp_ms)
+        commands.append(command)
+        fire = fire or may_be_due(command, stamp_ms)
+    return proposals, commands, size, fire
+
+
+def _take_run(
+    inbox: deque[Proposal | ProposalRun], first: ProposalRun, count_max: int, bytes_max: int, *, is_first: bool
+) -> ProposalRun | None:
+    """What fits of the run that stands first in an inbox; None: nothing. The first command of an entry always fits."""
+    if len(first.commands) <= count_max and first.size <= bytes_max:
+        inbox.popleft()
+        return first
+    front = first.split(count_max, bytes_max)
+    if front is None and is_first:
+        front = first.split(1, first.size)
+    if not first.commands:
+        inbox.popleft()
+    return front
 
 
 def command_bytes(command: AnyCommand) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from wheelsched.core.clock import Rng
 from wheelsched.core.errors import NotLeader, OutcomeUnknown, WheelschedError
@@ -13,7 +16,7 @@ from wheelsched.model.commands import Entry
 from wheelsched.model.rows import GroupState
 from wheelsched.raft import Configuration, InstallSnapshot, Raft, Ready
 from wheelsched.replica.applying import Member
-from wheelsched.replica.proposals import Proposal
+from wheelsched.replica.proposals import Answered, Proposal, ProposalRun
 from wheelsched.replica.snapshots import Copying, IncomingSnapshot
 
 
@@ -48,7 +51,7 @@ class InLog:
     """An entry that this node put into the log as leader, and who waits for it."""
 
     entry: Entry
-    proposals: list[Proposal]
+    proposals: Sequence[Answered]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,12 +80,31 @@ class ConfigurationChange:
     future: asyncio.Future[Configuration]
 
 
+class Left(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Of a group that a node left: everything up to `index` is committed, and of `configuration`, applied by then, it is no member.
+
+    The row `L`: fields are only ever appended."""
+
+    index: int
+    term: int
+    configuration: Configuration
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def decode_left(row: bytes) -> Left:
+    return msgspec.msgpack.decode(row, type=Left)
+
+
 class RaftMember(Member):
     """This node's member of one group. Plain bookkeeping; `RaftReplicas` decides."""
 
     __slots__ = (
+        "asks_at_ms",
         "awaiting_apply",
         "change",
+        "farewell",
         "in_log",
         "inbox",
         "incoming",
@@ -90,6 +112,8 @@ class RaftMember(Member):
         "installed",
         "leading",
         "lease_until_ms",
+        "leaves_at_ms",
+        "left",
         "lost_ticks",
         "office",
         "pending",
@@ -97,14 +121,17 @@ class RaftMember(Member):
         "reads",
         "rounds",
         "timeouts",
+        "told_digest",
         "transferring",
+        "waiting_count",
     )  # fmt: skip
 
     def __init__(self, group: int, state: GroupState, raft: Raft, timeouts: BandedTimeouts) -> None:
         super().__init__(group, state)
         self.raft = raft
         self.timeouts = timeouts
-        self.inbox: deque[Proposal] = deque()
+        self.inbox: deque[Proposal | ProposalRun] = deque()
+        self.waiting_count = 0  # commands in it
         # By index and term: after a loss of office another entry may take the index, and both may still be open.
         self.in_log: dict[tuple[int, int], InLog] = {}
         self.lost_ticks = 0  # since the office was lost, while `in_log` is not empty
@@ -120,6 +147,11 @@ class RaftMember(Member):
         self.installed: asyncio.Future[bool] | None = None
         self.installation: Installation | None = None
         self.change: ConfigurationChange | None = None
+        self.left: Left | None = None  # it is no member, and blank: see `leaving.py`
+        self.farewell: Left | None = None  # what others say of that
+        self.leaves_at_ms = 0  # when it is to become so; 0: it is a member, or that is not known to be otherwise
+        self.asks_at_ms = 0  # not before then, whether it is one
+        self.told_digest = 0  # index of the last checksum in the log that was applied or proposed here
 
     @property
     def leader(self) -> int | None:
@@ -137,7 +169,7 @@ class RaftMember(Member):
 
     # What ends with the office.
 
-    def drop_inbox(self) -> list[Proposal]:
+    def drop_inbox(self) -> list[Proposal | ProposalRun]:
         dropped = list(self.inbox)
         self.inbox.clear()
         return dropped

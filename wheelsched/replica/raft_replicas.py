@@ -25,7 +25,7 @@ import structlog
 from wheelsched.core.clock import Clock, Rng
 from wheelsched.core.errors import InvalidRequest, OutcomeUnknown, Unavailable
 from wheelsched.core.limits import ENTRY_COMMANDS_MAX
-from wheelsched.model.commands import AnyCommand, Claim, Expire, Fire, Occur, decode_entry
+from wheelsched.model.commands import AnyCommand, Claim, Complete, Create, Expire, Fire, Occur, decode_entry
 from wheelsched.model.effects import Effect
 from wheelsched.model.keys import META_GROUP, RAFT_LOG, RAFT_META
 from wheelsched.model.rows import JobState
@@ -39,19 +39,23 @@ from wheelsched.raft import (
     Entry,
     EntryKind,
     InstallSnapshot,
+    PreVoteRequest,
     Ready,
     Role,
     decode_change,
     is_sound,
 )
 from wheelsched.replica.applying import Applier, EffectSink, ToApply
+from wheelsched.replica.batches import by_group
 from wheelsched.replica.compaction import compacted_to
+from wheelsched.replica.digests import Note, compare, note_of, read_note
 from wheelsched.replica.inboxes import Inboxes, fail_all
+from wheelsched.replica.leaving import LOOK_MS, Leaving, is_farewell
 from wheelsched.replica.loading import load_member
 from wheelsched.replica.membership import check_change
 from wheelsched.replica.offices import Offices
 from wheelsched.replica.peers import Peers
-from wheelsched.replica.proposals import Batch, Proposal, command_bytes
+from wheelsched.replica.proposals import RUN_COMMANDS_MIN, Batch, Proposal, ProposalRun, command_bytes
 from wheelsched.replica.raft_member import ConfigurationChange, RaftMember, ReadRound
 from wheelsched.replica.raft_settings import GroupStatus, PeerProgress, ReplicaSettings
 from wheelsched.replica.transfers import Transfers
@@ -85,7 +89,7 @@ def _ignore(_group: int) -> None:
 class RaftReplicas:
     """All groups of this node. `on_effects(group, effects)` is called once for each applied entry while this node leads the group, before
     the entry's replies; `on_lead(group)` and `on_follow(group)` where that begins and ends; `on_replaced(group)` where a snapshot took the
-    place of all rows of a group. All are plain functions and must not raise."""
+    place of all rows of a group, or they were dropped because this node left it. All are plain functions and must not raise."""
 
     def __init__(
         self,
@@ -115,10 +119,14 @@ class RaftReplicas:
         self._on_effects = on_effects
         self._on_replaced = on_replaced
         self._members = {group: load_member(store, raft_log, group, node_id, self.settings, rng, first_configuration) for group in groups}
-        self._applier = Applier(store, raft_log, clock, on_effects=self._give_effects)
+        self._applier = Applier(
+            store, raft_log, clock, on_effects=self._give_effects, digest_window=self.settings.digest_window
+        )  # fmt: skip
         self._inboxes = Inboxes()
         self._offices = Offices(clock, self.settings, self._inboxes, self._touch, on_lead, on_follow)
         self._transfers = Transfers(store, raft_log, peers, self.settings, self._touch, self._take_in)
+        self._leaving = Leaving(store, raft_log, self.settings, rng, self._send, self._on_left)
+        self._look_ticks = max(LOOK_MS // self.settings.tick_ms, 1)
         self._inbound: deque[tuple[RaftMember, AnyMessage]] = deque()
         self._outbox: dict[int, list[tuple[int, AnyMessage]]] = {}
         self._dirty: dict[RaftMember, None] = {}  # whose core may have work
@@ -215,24 +223,38 @@ class RaftReplicas:
 
         Raises `NotLeader` where one of the groups is not led here, `Unavailable` when full: nothing was proposed. The batch fails with
         `NotLeader` where a command lost for certain, with `OutcomeUnknown` where it may still come to be."""
-        for group, command in commands:
-            member = self._members[group]
-            if member.raft.leadership is None:
-                raise member.not_leader()
-            if type(command) in _BY_LEASE and not self._offices.leads(member):
-                self._offices.review(member)  # so that who acts for the group hears of it first
-                raise member.not_leader()
+        grouped = by_group(commands, Create, Complete) if len(commands) >= RUN_COMMANDS_MIN else None
+        if grouped is None:
+            for group, command in commands:
+                self._check_office(self._members[group], by_lease=type(command) in _BY_LEASE)
+        else:
+            for group in grouped:
+                self._check_office(self._members[group], by_lease=False)
         if self._stopping:
             raise Unavailable("the node is shutting down; send the request to another node or again in a moment", retry_after_s=1)
         batch = Batch(len(commands), asyncio.get_running_loop())
-        sizes = [command_bytes(command) for _, command in commands]
-        self._inboxes.check_room(len(commands), sum(sizes), urgent=urgent, own=own)
-        for position, (group, command) in enumerate(commands):
-            self._inboxes.add(self._members[group], Proposal(command, batch, position), sizes[position])
+        inboxes = self._inboxes
+        if grouped is None:
+            sizes = [command_bytes(command) for _, command in commands]
+            inboxes.check_room(len(commands), sum(sizes), urgent=urgent, own=own)
+            for position, (group, command) in enumerate(commands):
+                inboxes.add(self._members[group], Proposal(command, batch, position), 1, sizes[position])
+        else:
+            inboxes.check_room(len(commands), sum([of_group[2] for of_group in grouped.values()]), urgent=urgent, own=own)
+            for group, (of_group, positions, size, due_from_ms) in grouped.items():
+                run = ProposalRun(of_group, positions, batch, size, due_from_ms)
+                inboxes.add(self._members[group], run, len(of_group), size)
         if commands:
             self._idle.clear()
             self._wake.set()
         return batch
+
+    def _check_office(self, member: RaftMember, *, by_lease: bool) -> None:
+        if member.raft.leadership is None:
+            raise member.not_leader()
+        if by_lease and not self._offices.leads(member):
+            self._offices.review(member)  # so that who acts for the group hears of it first
+            raise member.not_leader()
 
     def propose(self, group: int, command: AnyCommand, *, urgent: bool = False) -> Batch:
         return self.propose_many(((group, command),), urgent=urgent)
@@ -243,6 +265,9 @@ class RaftReplicas:
             member = self._members.get(group)
             if member is None or not self._is_fit(node, group, message) or len(self._inbound) >= INBOUND_MESSAGES_MAX:
                 self.dropped_count += 1
+            elif type(message) is InstallSnapshot:
+                self._leaving.hear(member, message)
+                self._touch(member)
             else:
                 self._take_in(member, message)
 
@@ -256,7 +281,8 @@ class RaftReplicas:
         if type(message) is Append:
             # An entry that was damaged on its way, or on the sender's disk, must not reach another one.
             return all(is_sound(group, entry) for entry in message.entries)
-        return type(message) is not InstallSnapshot  # comes with its rows, through `take_snapshot`
+        # A snapshot comes with its rows, through `take_snapshot`.
+        return type(message) is not InstallSnapshot or is_farewell(message)
 
     async def take_snapshot(self, node: int, group: int, snapshot_id: int, chunks: AsyncIterator[bytes]) -> bool:
         """What a peer's `send_snapshot` brings. Returns whether this replica holds it, durably; False for one that could not be taken: it
@@ -379,6 +405,7 @@ class RaftReplicas:
             self._collect()
             self._copy_snapshots()
         self._apply()
+        self._flush()
         # Behind a slow disk the end of its fsync wakes the loop, not what waits for that.
         if self._to_apply or (is_open and (self._dirty or self._transfers.installing or self._inbound)):
             self._wake.set()
@@ -450,7 +477,10 @@ class RaftReplicas:
         inbound = self._inbound
         for _ in range(min(len(inbound), MESSAGES_A_TURN_MAX)):
             member, message = inbound.popleft()
-            member.raft.step(message)
+            if member.left is None and type(message) is not PreVoteRequest:
+                member.raft.step(message)
+            elif (admitted := self._leaving.admit(member, message)) is not None:
+                member.raft.step(admitted)
             self._dirty[member] = None
             if type(message) is InstallSnapshot:
                 self._transfers.settle_offer(member)
@@ -471,6 +501,19 @@ class RaftReplicas:
             self._dirty[member] = None
             self._offices.review(member)
             self._offices.count_lost(member)
+        if self._tick_count % self._look_ticks == 0:
+            self._leaving.look(self._members.values(), now_ms, self._is_at_work)
+
+    def _is_at_work(self, member: RaftMember) -> bool:
+        """Whether its rows are read or written by what is under way."""
+        return bool(self._transfers.sending_from(member.group)) or any(item.member is member for item in self._to_apply)
+
+    def _on_left(self, member: RaftMember) -> None:
+        self._applier.forget_leased()
+        self._written_turn += 1
+        self._sync_wanted.set()
+        self._offices.review(member)
+        self._on_replaced(member.group)
 
     def _cut_entries(self) -> None:
         """One entry for each group with commands waiting, once those cut before are durable or a whole one is full."""
@@ -484,7 +527,7 @@ class RaftReplicas:
             if member.raft.leadership is None:
                 self._inboxes.fail(member)
                 continue
-            is_time = self._cut_turn <= self._synced_turn or len(member.inbox) >= ENTRY_COMMANDS_MAX
+            is_time = self._cut_turn <= self._synced_turn or member.waiting_count >= ENTRY_COMMANDS_MAX
             is_level = member.raft.commit - member.state.applied_index < APPLY_BACKLOG_MAX
             if is_time and is_level and self._inboxes.cut(member, stamp_ms, leads=self.fires_along and self._offices.leads(member)):
                 self.entry_count += 1
@@ -597,6 +640,10 @@ class RaftReplicas:
             self._dirty[member] = None
             self._offices.review(member)
 
+    def _send(self, node: int, group: int, message: AnyMessage) -> None:
+        """What waits for nothing."""
+        self._outbox.setdefault(node, []).append((group, message))
+
     def _flush(self) -> None:
         if self._outbox:
             outbox, self._outbox = self._outbox, {}
@@ -642,12 +689,17 @@ class RaftReplicas:
             item = ToApply(member, entry.index, entry.term, decode_entry(entry.payload))
         elif entry.kind == EntryKind.CONFIGURATION:
             item = ToApply(member, entry.index, entry.term, None, configure=partial(self._configure, member, entry))
+        elif (note := read_note(entry.payload)) is not None:
+            item = ToApply(member, entry.index, entry.term, None, check=partial(self._compare, member, note))
         else:
             item = ToApply(member, entry.index, entry.term, None)
         self._to_apply.append(item)
 
     def _configure(self, member: RaftMember, entry: Entry, puts: Puts) -> None:
+        before, is_leader = member.raft.configuration, member.raft.leadership is not None
         configuration = member.raft.apply_conf(decode_change(entry.payload))
+        if is_leader:
+            self._leaving.tell_removed(member, before, entry.index, entry.term)
         self._log.add_configuration(puts, member.group, configuration.encode())
         log.info("members_changed", group=member.group, voters=configuration.voters, learners=configuration.learners)
         change = member.change
@@ -655,6 +707,17 @@ class RaftReplicas:
             member.change = None
             if not change.future.done():
                 change.future.set_result(configuration)
+
+    def _compare(self, member: RaftMember, note: Note) -> None:
+        compare(member.group, member.state, note, self.settings.digest_window)
+        member.told_digest = max(member.told_digest, note.index)
+
+    def _note_digest(self, member: RaftMember) -> None:
+        """A leader tells the checksum of the window that ended last, once; where that cannot be now, after the next entry."""
+        raft, index = member.raft, member.state.checked_index
+        if raft.leadership is not None and raft.propose_note(note_of(member.state, self.settings.digest_window)) is Answer.ACCEPTED:
+            member.told_digest = index
+            self._touch(member)
 
     def _apply(self) -> None:
         until_ms = self._clock.mono_ms() + APPLY_BUDGET_MS
@@ -682,6 +745,8 @@ class RaftReplicas:
                 self._dirty[member] = None  # the way out of a joint configuration is proposed once it is applied
             if member.awaiting_apply:
                 member.settle_reads()
+            if member.state.checked_index > member.told_digest:
+                self._note_digest(member)
             self._offices.review(member)
             self._compact(member)
         return count
@@ -695,7 +760,7 @@ class RaftReplicas:
         group = member.group
         start = self._log.first_index(group) - 1
         up_to = compacted_to(
-            member, self.settings, start=start, held_bytes=self._log.bytes_held(group), sending=self._transfers.sending_from(group)
+            member, self.settings, start=start, held_bytes=self._log.bytes_held(group), sending=self._transfers.wanted_from(member)
         )
         if up_to > start:
             ranges, puts = self._log.compact(group, up_to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wheelsched.raft import Configuration, PeerState, RaftConfig
+from wheelsched.replica.digests import DIGEST_WINDOW
 from wheelsched.replica.snapshots import CHUNK_ROWS, SMALL_ROWS_MAX
 
 
@@ -14,7 +15,9 @@ class ReplicaSettings:
     than these are left only where an operator forces it.
 
     `compact_*`: past these the older half of the applied log goes; `keep_*`: how much stays for a peer that answers and lags.
-    `small_snapshot_rows`: up to these a snapshot is installed in one batch; a larger one is copied `copy_rows` a turn."""
+    `small_snapshot_rows`: up to these a snapshot is installed in one batch; a larger one is copied `copy_rows` a turn.
+    `leave_ms`: how long a replica that left its group is kept; one that is taken back meanwhile goes on from its log.
+    `digest_window`: entries between comparisons of the replicas' rows, the same on all nodes."""
 
     tick_ms: int = 50
     raft: RaftConfig = field(default_factory=RaftConfig)
@@ -26,6 +29,8 @@ class ReplicaSettings:
     keep_bytes: int = 128 * 1024 * 1024
     small_snapshot_rows: int = SMALL_ROWS_MAX
     copy_rows: int = CHUNK_ROWS
+    leave_ms: int = 60_000
+    digest_window: int = DIGEST_WINDOW
 
     @property
     def election_ms(self) -> int:

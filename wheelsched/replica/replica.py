@@ -12,21 +12,19 @@ from collections.abc import Callable, Sequence
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import OutcomeUnknown, Unavailable
-from wheelsched.core.limits import ENTRY_BYTES_MAX, ENTRY_COMMANDS_MAX, INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
+from wheelsched.core.limits import INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Complete, Create, Entry, Fire, decode_entry, encode_entry
 from wheelsched.model.rows import GroupState, JobState
 from wheelsched.replica.applying import Applier, EffectSink, Member, ToApply
 from wheelsched.replica.batches import by_group
-from wheelsched.replica.proposals import Batch, Proposal, ProposalRun, bounded_by, command_bytes, may_be_due
+from wheelsched.replica.proposals import RUN_COMMANDS_MIN, Batch, Proposal, ProposalRun, command_bytes, take_entry
 from wheelsched.store import Store
 from wheelsched.store.raftlog import LogEntry, RaftLog
 
 # Entry kinds in the log; configuration changes come with the Raft core.
 KIND_COMMANDS = 0
 TERM_ALONE = 1  # the only term of a group with one member
-# From so many commands on it pays to put those of one group into its inbox as one.
-RUN_COMMANDS_MIN = 4
 
 
 class Replica(Member):
@@ -214,34 +212,7 @@ class Replicas:
 
     def _cut(self, replica: Replica, stamp_ms: int, puts: dict[str, dict[bytes, bytes | None]]) -> ToApply:
         """One entry of what waits in the inbox, within the bounds of an entry."""
-        proposals: list[Proposal | ProposalRun] = []
-        commands: list[AnyCommand] = []
-        size = 0
-        fire = False
-        inbox = replica.inbox
-        while inbox and len(commands) < ENTRY_COMMANDS_MAX:
-            first = inbox[0]
-            if type(first) is ProposalRun:
-                run = self._take_run(inbox, first, ENTRY_COMMANDS_MAX - len(commands), ENTRY_BYTES_MAX - size, is_first=not commands)
-                if run is None:
-                    break
-                size += run.size
-                proposals.append(run)
-                commands += run.commands
-                fire = fire or run.due_from_ms <= stamp_ms
-                continue
-            assert type(first) is Proposal
-            command = first.command
-            added = command_bytes(command)
-            if commands and size + added > ENTRY_BYTES_MAX:
-                break
-            size += added
-            inbox.popleft()
-            proposals.append(first)
-            if type(command) is Fire:
-                command = bounded_by(command, stamp_ms)
-            commands.append(command)
-            fire = fire or may_be_due(command, stamp_ms)
+        proposals, commands, size, fire = take_entry(replica.inbox, stamp_ms)
         self._inbox_count -= len(commands)
         if fire and self.fires_along:
             commands.append(Fire(stamp_ms))
@@ -250,18 +221,3 @@ class Replicas:
         index = self._log.last_index(replica.group) + 1
         self._log.add(puts, replica.group, LogEntry(index, TERM_ALONE, KIND_COMMANDS, encode_entry(entry)))
         return ToApply(replica, index, TERM_ALONE, entry, proposals)
-
-    @staticmethod
-    def _take_run(
-        inbox: deque[Proposal | ProposalRun], first: ProposalRun, count_max: int, bytes_max: int, *, is_first: bool
-    ) -> ProposalRun | None:
-        """What fits of the run that stands first in an inbox; None: nothing. The first command of an entry always fits."""
-        if len(first.commands) <= count_max and first.size <= bytes_max:
-            inbox.popleft()
-            return first
-        front = first.split(count_max, bytes_max)
-        if front is None and is_first:
-            front = first.split(1, first.size)
-        if not first.commands:
-            inbox.popleft()
-        return front

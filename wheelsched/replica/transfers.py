@@ -30,6 +30,8 @@ from wheelsched.store.raftlog import HardState, Puts, RaftLog, Ranges
 log = structlog.get_logger()
 
 TRANSFERS_MAX: Final = 2  # on their way, in each direction
+# A log that waits for a member to catch up behind its snapshot may get so long (RAFT.md 7).
+HELD_BYTES_MAX: Final = 4 * 1024**3
 
 
 class Transfers:
@@ -46,6 +48,7 @@ class Transfers:
         self._touch = touch
         self._offer = offer
         self._sending: dict[tuple[int, int], int] = {}  # (group, node) -> index of the snapshot on its way
+        self._behind: dict[tuple[int, int], tuple[int, int]] = {}  # the same, arrived: its index, and the log's last one then
         self._incoming_count = 0
         self.installing: dict[RaftMember, None] = {}
         self.is_closed = False
@@ -65,18 +68,36 @@ class Transfers:
         view = SnapshotView(self._store, message, state)
         log.info("snapshot_sent", group=member.group, to=message.to, index=message.index)
         self._sending[place] = message.index
+        self._behind.pop(place, None)
         sent = self._peers.send_snapshot(message.to, member.group, message.snapshot_id, view.chunks())
         sent.add_done_callback(partial(self._on_sent, member, message.to))
 
     def _on_sent(self, member: RaftMember, node: int, sent: asyncio.Future[bool]) -> None:
-        self._sending.pop((member.group, node), None)
+        index = self._sending.pop((member.group, node), 0)
         ok = not sent.cancelled() and sent.exception() is None and sent.result()
+        if ok:
+            self._behind[member.group, node] = index, member.raft.log.last_index
         member.raft.report_snapshot(node, ok)
         self._touch(member)
 
     def sending_from(self, group: int) -> list[int]:
         """Indexes of the group's snapshots on their way: the log behind them is wanted when they have arrived."""
         return [index for (of_group, _), index in self._sending.items() if of_group == group]
+
+    def wanted_from(self, member: RaftMember) -> list[int]:
+        """Indexes behind which the group's log is wanted, however long it got: of snapshots on their way, and of members whose snapshot
+        arrived and which do not hold yet what was written while it was on its way. Were that dropped, they would need the next snapshot,
+        and after it the next, for ever."""
+        found = self.sending_from(member.group)
+        leadership = member.raft.leadership
+        for place in [place for place in self._behind if place[0] == member.group]:
+            index, level_index = self._behind[place]
+            peer = None if leadership is None else leadership.peers.get(place[1])
+            if peer is None or peer.match >= level_index or self._log.bytes_held(member.group) > HELD_BYTES_MAX:
+                del self._behind[place]
+            else:
+                found.append(max(index, peer.match))
+        return found
 
     # ---- in: arrival
 
@@ -93,6 +114,9 @@ class Transfers:
         try:
             async for chunk in chunks:
                 incoming.take(chunk)
+                left = member.left
+                if left is not None and incoming.message.index <= left.index:
+                    raise SnapshotRefused(f"this node left the group at {left.index}, and it is of {incoming.message.index}")
             if not incoming.is_complete:
                 raise SnapshotRefused("its end is missing")
             message = incoming.message
@@ -169,5 +193,6 @@ class Transfers:
         state = incoming.state
         self._log.install(puts, ranges, member.group, state, HardState(*ready.hard_state), ready.snapshot.conf.encode())
         member.state = state
+        member.left = None
         member.counts.clear()
         log.info("snapshot_installed", group=member.group, index=state.applied_index, sender=ready.snapshot.sender)

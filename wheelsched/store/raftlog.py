@@ -6,6 +6,7 @@
     raft_meta  A group         GroupState (model/rows.py), in the same batch as the rows it describes
     raft_meta  C group         configuration as of A, crc; written by each change of it, so absent before the first
     raft_meta  P group         a snapshot that is being installed, crc; absent otherwise
+    raft_meta  L group         how this node left the group, crc; absent while it is a member, or never was one
 
 `H` names the last index, so a log ends where its last append said, and nowhere else. Nothing here writes: callers get rows and
 ranges for a batch of theirs, and what this object remembers is ahead of the disk until they wrote it. So: no decision about a
@@ -180,6 +181,11 @@ class RaftLog:
         row = self._store.get(RAFT_META, _meta_key(b"P", group))
         return None if row is None else _unsealed(b"P", group, row)
 
+    def left(self, group: int) -> bytes | None:
+        """The row `L`: how this node left the group; None where it did not, or came back."""
+        row = self._store.get(RAFT_META, _meta_key(b"L", group))
+        return None if row is None else _unsealed(b"L", group, row)
+
     # ---- what is to be written
 
     def add(self, puts: Puts, group: int, entry: LogEntry, *, commit: int | None = None) -> None:
@@ -270,7 +276,25 @@ class RaftLog:
         _put_sealed(rows, b"C", group, configuration)
         rows[_meta_key(b"A", group)] = encode_row(group_state)
         rows[_meta_key(b"P", group)] = None
+        rows[_meta_key(b"L", group)] = None
         self._groups[group] = _Group(index, term, index, term, hard, index)
+
+    # ---- the end
+
+    def leave(self, puts: Puts, ranges: Ranges, group: int, hard: HardState, configuration: bytes, description: bytes) -> None:
+        """Put what makes the log blank into the batch that drops the group's rows. Term and vote stay, for the node may come back and
+        must not vote twice; `configuration`: one without members; `description`: the row `L`."""
+        before = self._groups[group].hard
+        is_kept = hard.term > before.term or (hard.term == before.term and (not before.vote or hard.vote == before.vote))
+        invariant(is_kept and not hard.commit, "vote_is_never_forgotten", group=group, hard=hard, before=before)
+        ranges.append((RAFT_LOG, group_prefix(group), prefix_end(group_prefix(group))))
+        rows = puts.setdefault(RAFT_META, {})
+        _put_sealed(rows, b"T", group, _START.pack(0, 0))
+        _put_sealed(rows, b"H", group, _HARD.pack(hard.term, hard.vote, 0, 0))
+        _put_sealed(rows, b"C", group, configuration)
+        _put_sealed(rows, b"L", group, description)
+        rows[_meta_key(b"A", group)] = encode_row(GroupState())
+        self._groups[group] = _Group(0, 0, 0, 0, hard, 0)
 
     # ---- compaction
 
@@ -328,7 +352,7 @@ class RaftLog:
         if self._store.scan(RAFT_LOG, group_prefix(group), prefix_end(group_prefix(group)), 1):
             raise StoreCorrupt(_fault(group, "it has entries but no rows in raft_meta"))
         state = _Group(index, term, index, term, HardState(term, 0, index), index)
-        add_first_rows(puts, group, GroupState(applied_index=index, applied_term=term))
+        add_first_rows(puts, group, GroupState(applied_index=index, applied_term=term, digest_from=0 if index else -1))
         return state
 
     def _check_tail(self, group: int, state: _Group) -> None:

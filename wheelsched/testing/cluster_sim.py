@@ -23,7 +23,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, NoReturn
 from zlib import crc32
@@ -124,7 +124,7 @@ class Profile:
             small_snapshot_rows=rng.choice((0, 20, 2_000)),
             copy_rows=rng.choice((1, 7, 400)),
         )  # fmt: skip
-        return cls(
+        profile = cls(
             nodes=nodes,
             voters=voters,
             settings=settings,
@@ -144,6 +144,8 @@ class Profile:
             churn=churn,
             pace_ms=rng.choice((5, 40, 200)),
         )
+        settings = replace(settings, leave_ms=rng.choice((0, 500, 5_000)), digest_window=rng.choice((5, 20, 10_000)))
+        return replace(profile, settings=settings)
 
 
 # ---- time, disk, network
@@ -430,8 +432,11 @@ class SimNode:
         ensure(self.memory.pop(group, None) is not None, "lead_and_follow_alternate", node=self.node_id, group=group)
 
     def _on_replaced(self, group: int) -> None:
-        self.simulation.note(f"  n{self.node_id} took over the rows of group {group}")
-        self.simulation.counted("snapshots")
+        has_left = self.member(group).left is not None
+        self.simulation.note(f"  n{self.node_id} {'dropped' if has_left else 'took over'} the rows of group {group}")
+        self.simulation.counted("left" if has_left else "snapshots")
+        if has_left:
+            ensure(not self.rows(group), "left_is_dropped", node=self.node_id, group=group)
 
     def _on_effects(self, group: int, effects: Sequence[Effect]) -> None:
         ensure(group in self.memory, "effects_of_leaders_only", node=self.node_id, group=group)
@@ -455,12 +460,16 @@ class SimNode:
         rows = self.store.scan(keys.STATE, prefix, keys.prefix_end(prefix), 1 << 30)
         return {key[2:]: decode_state(row).version for key, row in rows}
 
-    def digest(self, group: int) -> int:
+    def rows(self, group: int) -> list[tuple[bytes, bytes]]:
+        """All of the group's state."""
         prefix = keys.group_prefix(group)
+        end = keys.prefix_end(prefix)
+        return [row for family in keys.STATE_FAMILIES for row in self.store.scan(family, prefix, end, 1 << 30)]
+
+    def digest(self, group: int) -> int:
         digest = crc32(repr(self.member(group).state).encode())
-        for family in keys.STATE_FAMILIES:
-            for key, value in self.store.scan(family, prefix, keys.prefix_end(prefix), 1 << 30):
-                digest = crc32(value, crc32(key, digest))
+        for key, value in self.rows(group):
+            digest = crc32(value, crc32(key, digest))
         return digest
 
 
@@ -1032,6 +1041,9 @@ class Simulation:
             applied = {node_id: self.nodes[node_id].member(group).state.applied_index for node_id in configuration.members()}
             if len(set(applied.values())) > 1 or configuration.is_joint:
                 return f"group {group} applied {applied} of {leading[0].replicas.status(group)}"
+            for node_id, node in self.nodes.items():
+                if node_id not in applied and (node.member(group).raft.log.last_index or node.rows(group)):
+                    return f"n{node_id} is no member of group {group} and keeps what it had of it"
         return ""
 
     async def _check_end(self, group: int) -> None:
