@@ -8,7 +8,7 @@ What is ready and has no waiter here is offered to the other nodes, where there 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -18,14 +18,12 @@ from wheelsched.core.errors import NotLeader, OutcomeUnknown, Unavailable
 from wheelsched.core.ids import group_of
 from wheelsched.dispatch.batches import hand_over, rows_found, seeks_of
 from wheelsched.dispatch.caps import Caps
-from wheelsched.dispatch.queues import QueueMemory
+from wheelsched.dispatch.queues import QueueMemory, Taken
 from wheelsched.model import keys
 from wheelsched.model.commands import AnyCommand, Claim, Release, Reply
 from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_spec, decode_state
 from wheelsched.replica import Batch, ReplicaSet
 from wheelsched.store import Store
-
-Taken = list[tuple[int, bytes]]  # (lane, packed records)
 
 # One group without a quorum does not hold up the jobs that came out of the others: they are handed over this long after they were
 # claimed at the latest, and what comes later goes back.
@@ -138,7 +136,8 @@ class Claims:
         self._group_count = group_count
         self._caps = caps
         self._on_started = on_started
-        self._open = False
+        self._open = False  # opened, and not withheld
+        self._is_opened = self._is_withheld = False
         self._draining = False
         self.waiter_count = 0
         self._rate_timers: dict[QueueMemory, asyncio.TimerHandle] = {}
@@ -146,11 +145,28 @@ class Claims:
 
     def open(self) -> None:
         """Hand out jobs from now on."""
-        self._open = True
+        self._is_opened = True
+        self._open = not self._is_withheld
 
     def close(self) -> None:
         """Hand out nothing until `open`; whoever asks may wait for that."""
-        self._open = False
+        self._is_opened = self._open = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs are handed out."""
+        return self._open
+
+    def withhold(self) -> None:
+        """Hand out nothing until `admit`, opened or not."""
+        self._is_withheld, self._open = True, False
+
+    def admit(self, queues: Iterable[QueueMemory]) -> None:
+        """The end of `withhold`: hand out what is ready, where opened."""
+        self._is_withheld, self._open = False, self._is_opened
+        for queue in queues:
+            if queue.ready_count:
+                self.serve(queue)
 
     async def claim(
         self, queues: Sequence[QueueMemory], *, jobs_max: int, lease_ms: int | None, wait_ms: int, worker: str
@@ -239,6 +255,8 @@ class Claims:
         """
         if not self._open:
             return
+        if queue.is_recalled and queue.sharing is not None:
+            queue.sharing.on_freed(queue)
         if queue.wanted_elsewhere and queue.waiters and self.elsewhere is not None and queue.ready_count:
             self.elsewhere.serve_starved(queue)
         while queue.waiters and queue.ready_count:
@@ -260,7 +278,7 @@ class Claims:
     def take_for_offer(self, queue: QueueMemory, jobs_max: int) -> Taken:
         """Reserve ready jobs to offer them to another node; ends with `claim_taken` or `put_back`."""
         if not self._open:
-            return []
+            return Taken.under(queue.office)
         taken = queue.take(jobs_max)
         if not taken:
             self._arm_rate(queue)
@@ -306,10 +324,14 @@ class Claims:
 
     def put_back(self, queue: QueueMemory, taken: Taken) -> None:
         """Records that were reserved and not claimed go back where they were, and to whoever waits for them."""
+        self._put_back(queue, taken)
+        self.serve(queue)
+
+    @staticmethod
+    def _put_back(queue: QueueMemory, taken: Taken) -> None:
         for lane, records in taken:
             # One `take` gives records of one priority.
             queue.put_back(lane, TIMER.unpack_from(records)[3] >> 3 & 3, records)
-        self.serve(queue)
 
     # From reserved to leased.
 
@@ -317,6 +339,10 @@ class Claims:
         commands: list[tuple[int, AnyCommand]] = []
         parts: list[_Part] = []
         for queue, taken in reserved:
+            if taken.office != queue.office:
+                # Reserved under a share of the cap that is this node's no more. Served in the end, as all of these.
+                self._put_back(queue, taken)
+                continue
             for group, of_group in self._find(queue, taken).items():
                 names = [(found[0], found[1]) for found in of_group]
                 commands.append((group, Claim(names, queue.settings.lease_ms if lease_ms is None else lease_ms, worker)))
@@ -431,7 +457,7 @@ class Claims:
 
     def _find(self, queue: QueueMemory, taken: Taken) -> dict[int, list[_Found]]:
         """The rows of reserved records by group, by sorted seeks; a record whose row is gone is stale."""
-        wanted = seeks_of(taken, self._group_count)
+        wanted = seeks_of([*taken], self._group_count)  # compiled, it takes a plain list alone
         rows = self._store.cursor(keys.JOBS).seek_each([seek for seek, _, _, _ in wanted])
         by_group, capped, stale = rows_found(wanted, rows, _Found)
         for _ in range(stale):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Protocol
 
 from wheelsched.core.clock import Clock
 from wheelsched.fairness import PriorityShares, ReadyQueue, without_partitions
@@ -21,14 +21,46 @@ RECORD_BYTES = 24
 LATENESS_WINDOW_MS = 300_000
 # Some 120 bytes each, and queues come in thousands: 4,096 would be half a megabyte of each. The p99 stands on ten of these.
 _LATENESS_SAMPLES_MAX = 1_024
+UNLIMITED: Final = 1 << 30
+
+
+class Taken(list[tuple[int, bytes]]):
+    """(lane, packed records) that were reserved. `office`: under which of `QueueMemory.office` they were."""
+
+    __slots__ = ("office",)
+    office: int
+
+    # No `__init__`: it would cost each claim a microsecond.
+    @classmethod
+    def under(cls, office: int) -> Taken:
+        taken = cls()
+        taken.office = office
+        return taken
+
+
+class Sharing(Protocol):
+    """Who shares the caps of queues with the other nodes of a cluster, as queues know it."""
+
+    def on_settings(self, queue: QueueMemory) -> None:
+        """The queue's settings changed."""
+        ...
+
+    def on_starved(self, queue: QueueMemory) -> None:
+        """Jobs are ready and asked for, and the share of this node is used up."""
+        ...
+
+    def on_freed(self, queue: QueueMemory) -> None:
+        """A job may have ended of a queue whose room others wait for (`is_recalled`)."""
+        ...
 
 
 class QueueMemory:
     """What the leader knows of one queue of one tenant. `number` is this process's number of it, carried by timers."""
 
     __slots__ = (
-        "_clock", "_index_prefixes", "_queued_of", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "cells",
-        "lateness", "name", "number", "places", "queued", "reserved", "retrying", "settings", "tenant", "waiters", "wanted_elsewhere",
+        "_clock", "_index_prefixes", "_queued_of", "_ready", "_ready_max", "_shares", "_spilling", "_tokens", "_tokens_at_ms", "allowance",
+        "cells", "is_recalled", "lateness", "name", "number", "office", "places", "queued", "reserved", "retrying", "settings", "sharing",
+        "tenant", "tokens_until_ms", "waiters", "wanted_elsewhere",
     )  # fmt: skip
 
     def __init__(self, tenant: str, name: str, number: int, clock: Clock, ready_max: int, spilling: dict[QueueMemory, None]) -> None:
@@ -56,6 +88,14 @@ class QueueMemory:
         self._clock = clock
         self._tokens = 0.0
         self._tokens_at_ms = clock.mono_ms()
+        # In a cluster a cap is shared out: of `max_concurrency` this node may use `allowance`, of the rate the tokens it was given. Both
+        # hold for the groups that it led when it was given them (`Sharing`); with every change of those a new `office` begins, and what
+        # was reserved in the one before is not claimed any more.
+        self.sharing: Sharing | None = None  # None: this node is alone, and the caps are its own
+        self.allowance = UNLIMITED
+        self.office = 0
+        self.is_recalled = False  # other nodes wait for what ends here
+        self.tokens_until_ms = 0
 
     def index_prefix(self, group: int) -> bytes:
         """Of the queue's rows in `index`; kept, since every create and end asks for it."""
@@ -70,7 +110,11 @@ class QueueMemory:
         if settings.rate_per_s != self.settings.rate_per_s:
             # Full, as a bucket that nobody drew from: the first second may take a second's worth.
             self._tokens, self._tokens_at_ms = max(settings.rate_per_s, 1.0), self._clock.mono_ms()
+            if self.sharing is not None:
+                self._tokens = 0.0
         self.settings = settings
+        if self.sharing is not None:
+            self.sharing.on_settings(self)
 
     @property
     def running(self) -> int:
@@ -134,9 +178,9 @@ class QueueMemory:
         settings = self.settings
         if settings.paused:
             return 0
-        room = 1 << 30
+        room = UNLIMITED
         if settings.max_concurrency >= 0:
-            room = settings.max_concurrency - self.running - self.reserved
+            room = min(settings.max_concurrency, self.allowance) - self.running - self.reserved
         if settings.rate_per_s >= 0:
             self._refill()
             room = min(room, int(self._tokens))
@@ -145,30 +189,56 @@ class QueueMemory:
     def rate_wait_ms(self) -> int | None:
         """Until the rate allows another job; None where the rate is not what holds the queue back."""
         rate = self.settings.rate_per_s
-        if rate <= 0 or self.settings.paused:
-            return None
+        if rate <= 0 or self.settings.paused or self.sharing is not None:
+            return None  # of a shared rate the next tokens come by themselves
         self._refill()
         return None if self._tokens >= 1 else max(1, int((1 - self._tokens) * 1000 / rate) + 1)
 
     def _refill(self) -> None:
         now_ms = self._clock.mono_ms()
+        if self.sharing is not None:
+            if now_ms >= self.tokens_until_ms:
+                self._tokens = 0.0
+            return
         rate = self.settings.rate_per_s
         # At most one second's worth, and at least one job, so that rates below one a second work.
         self._tokens = min(max(rate, 1.0), self._tokens + rate * (now_ms - self._tokens_at_ms) / 1000)
         self._tokens_at_ms = now_ms
 
-    def take(self, jobs_max: int) -> list[tuple[int, bytes]]:
+    # A share of a rate, in whole tokens.
+
+    @property
+    def tokens(self) -> int:
+        self._refill()
+        return int(self._tokens)
+
+    def add_tokens(self, count: int, until_ms: int) -> None:
+        """Start that many more, until then."""
+        self._refill()
+        self._tokens += count
+        self.tokens_until_ms = until_ms
+
+    def drop_tokens(self) -> int:
+        """Give back what is left of the share; how many that were."""
+        left = self.tokens
+        self._tokens = 0.0
+        return left
+
+    def take(self, jobs_max: int) -> Taken:
         """Reserve up to `jobs_max` ready records: (lane, packed records), precise before flexible, then by priority shares, then
         by fire_at. Each reservation ends with the answer to its claim, or by `put_back` or `drop_reserved`."""
         wanted = min(jobs_max, self.may_take())
-        taken: list[tuple[int, bytes]] = []
+        taken = Taken()
+        taken.office = self.office
+        if wanted < jobs_max and self.sharing is not None and self.ready_count > wanted:
+            self.sharing.on_starved(self)
         for lane in (Lane.PRECISE, Lane.FLEXIBLE):
             if wanted <= 0:
                 break
             wanted -= self._take_lane(lane, wanted, taken)
         return taken
 
-    def _take_lane(self, lane: int, wanted: int, taken: list[tuple[int, bytes]]) -> int:
+    def _take_lane(self, lane: int, wanted: int, taken: Taken) -> int:
         queues = self._ready[lane * PRIORITY_COUNT : (lane + 1) * PRIORITY_COUNT]
         critical, default, bulk = (0 if queue is None else len(queue) for queue in queues)
         available = (critical, default, bulk)
@@ -258,6 +328,19 @@ class Queues:
         self._by_number: list[QueueMemory] = []
         # Those with jobs on disk alone, and maybe some that had: whoever refills looks at these, for all of them may be 100,000.
         self._spilling: dict[QueueMemory, None] = {}
+        self._sharing: Sharing | None = None
+
+    def share(self, sharing: Sharing) -> None:
+        """From now on caps and rates are those of a cluster: this node starts only what it is allowed to."""
+        self._sharing = sharing
+        for queue in self._by_number:
+            self._begin_sharing(queue, sharing)
+
+    @staticmethod
+    def _begin_sharing(queue: QueueMemory, sharing: Sharing) -> None:
+        queue.sharing, queue.allowance = sharing, 0
+        queue.drop_tokens()
+        sharing.on_settings(queue)
 
     def get(self, tenant: str, name: str) -> QueueMemory | None:
         return self._by_name.get((tenant, name))
@@ -268,6 +351,8 @@ class Queues:
             queue = QueueMemory(tenant, name, len(self._by_number), self._clock, self._ready_max, self._spilling)
             self._by_name[(tenant, name)] = queue
             self._by_number.append(queue)
+            if self._sharing is not None:
+                self._begin_sharing(queue, self._sharing)
         return queue
 
     def by_number(self, number: int) -> QueueMemory:

@@ -65,6 +65,7 @@ from wheelsched.node.face import (
 from wheelsched.node.forecast import by_minute
 from wheelsched.node.node import Node
 from wheelsched.node.remote_claims import RemoteClaims
+from wheelsched.node.shares import Shares
 from wheelsched.replica.proposals import command_bytes
 from wheelsched.replica.raft_replicas import RaftReplicas
 
@@ -149,8 +150,11 @@ class ClusterNode:
             self.settings, self.clock, self.rng, self._read_backup,
             cluster_id=lambda: self.membership.cluster_id if self.membership is not None else b"",
         )  # fmt: skip
+        self.removed = ""  # why the node is no member any more, and ended by itself
         self.remote_claims = RemoteClaims(local, request, peers, self.clock, self.rng, self.give_back)
-        local.on_office = self._gossip_wake.set
+        self.shares = Shares(local, replicas, request, peers, self.clock, self.rng)
+        local.on_office = self._on_office
+        local.on_disk_full = self.stop
         local.propose_later = self._propose_later
 
     # Life.
@@ -165,6 +169,7 @@ class ClusterNode:
                 tasks.create_task(self._hand_over_and_stop(), name="hand-over"),
                 tasks.create_task(self._watch_clock(), name="clock guard"),
                 tasks.create_task(self.remote_claims.run(), name="remote claims"),
+                tasks.create_task(self.shares.run(), name="shares of caps"),
                 tasks.create_task(self._keep_members(), name="membership"),
             ]
             # They read the store: none of them may run once more when it is closed.
@@ -198,6 +203,7 @@ class ClusterNode:
                 await self.membership.run()
             except Removed as removed:
                 log.error("node_removed", reason=str(removed))
+                self.removed = str(removed)
                 self.stop()
 
     async def _hand_over_and_stop(self) -> None:
@@ -233,7 +239,13 @@ class ClusterNode:
             return await self.membership.answer(method, body)
         if method in RemoteClaims.METHODS:
             return await self.remote_claims.answer(sender, method, body)
+        if method in Shares.METHODS:
+            return await self.shares.answer(sender, method, body)
         return await self.service.answer(method, body)
+
+    def _on_office(self) -> None:
+        self.shares.on_office()
+        self._gossip_wake.set()
 
     async def _gossip(self) -> None:
         while True:
@@ -553,12 +565,14 @@ def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 def _peer_status(peer: PeerStatistics) -> dict[str, Any]:
-    """Messages and bytes count from the start of this process; `dropped_messages`: for want of a connection or of room."""
+    """Messages and bytes count from the start of this process; `dropped_messages`: for want of a connection or of room. `settings_differ`:
+    a sentence for each setting that all nodes should share and these two do not."""
     return {
         "node": peer.name, "connected": peer.connected, "accepted": peer.accepted, "connects": peer.connects,
         "sent_messages": peer.sent_messages, "sent_bytes": peer.sent_bytes, "received_messages": peer.received_messages,
         "received_bytes": peer.received_bytes, "dropped_messages": peer.dropped_messages, "queued_bytes": peer.queued_bytes,
         "round_trip_ms": peer.round_trip_ms, "clock_offset_ms": peer.clock_offset_ms, "last_refusal": peer.last_refusal,
+        "settings_differ": list(peer.settings_differ),
     }  # fmt: skip
 
 

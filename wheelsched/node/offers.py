@@ -15,8 +15,8 @@ import structlog
 
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import OutcomeUnknown, Unavailable, WheelschedError
-from wheelsched.dispatch.claims import Claims, Taken
-from wheelsched.dispatch.queues import RECORD_BYTES, QueueMemory, Queues
+from wheelsched.dispatch.claims import Claims
+from wheelsched.dispatch.queues import RECORD_BYTES, QueueMemory, Queues, Taken
 from wheelsched.node.calls import Call, split_to_fit
 from wheelsched.node.face import ClaimedJob
 
@@ -324,8 +324,7 @@ def _count(taken: Taken) -> int:
 
 def _split(taken: Taken, count: int) -> tuple[Taken, Taken]:
     """The first `count` records, and the rest. Each piece keeps one priority, as `QueueMemory.take` gave it."""
-    first: Taken = []
-    rest: Taken = []
+    first, rest = Taken.under(taken.office), Taken.under(taken.office)
     for lane, records in taken:
         size = min(count * RECORD_BYTES, len(records))
         count -= size // RECORD_BYTES

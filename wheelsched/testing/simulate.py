@@ -20,7 +20,8 @@ What must hold, each by its name:
     never_early             no attempt begins before the clock of a node that acted for its group has read its time
     stale_is_refused        the end of an attempt is taken from the attempt's holder only
     one_job_per_occurrence  every instant of a schedule has one job or one record of why not; chains_never_break: and a successor
-    waiter_is_served        nobody waits beside a job that is ready, on whichever node
+    waiter_is_served        nobody waits beside a job that is ready and may run, on whichever node
+    cap_holds               no more jobs of a queue are leased than its cap, in all groups together, as entries are first applied
     clocks_are_believed     once the clocks of all machines show the same
     progress                after healing every due job runs within a bound
     audit_finds_nothing     and memory_is_what_the_rows_say: timers, leases and ready jobs, after settling
@@ -50,7 +51,7 @@ from wheelsched.core.errors import InvalidRequest, NotFound, OutcomeUnknown, Una
 from wheelsched.core.ids import group_of, id_low, keyed_job_id
 from wheelsched.model import keys
 from wheelsched.model.commands import Cancel, Create, Redrive, Release, Reply, RunNow
-from wheelsched.model.rows import TIMER, JobSpec, JobState, decode_done, decode_state, encode_spec, split_job
+from wheelsched.model.rows import TIMER, JobSpec, JobState, QueueSettings, decode_counts, decode_done, decode_state, encode_spec, split_job
 from wheelsched.model.schedules import Definition, Missed, Overlap, Phase
 from wheelsched.model.states import FINAL, LEASED, Lane, Outcome, Status, due_at_ms, status_of
 from wheelsched.node.cluster import ClusterNode
@@ -68,6 +69,7 @@ STEPS_DEFAULT: Final = 100
 NODES: Final = (1, 2, 3)
 TENANT: Final = "default"
 QUEUES: Final = ("a", "b")
+CAPPED_QUEUE: Final = "a"
 SCHEDULED_QUEUE: Final = "s"
 JOBS_MAX: Final = 250
 WORKERS: Final = 5
@@ -108,6 +110,7 @@ class Profile:
     transfers: float
     schedules: float
     pace_ms: int
+    cap: int  # of the queue "a", -1 for none
 
     @classmethod
     def draw(cls, rng: random.Random) -> Profile:
@@ -153,6 +156,7 @@ class Profile:
             transfers=some(0.5, 1.5),
             schedules=rng.choice((0.0, 1.0, 3.0)),
             pace_ms=rng.choice((10, 60, 250)),
+            cap=rng.choice((-1, -1, 1, 2, 5)),
         )
 
 
@@ -253,6 +257,7 @@ class Simulation:
         self.leaders: dict[tuple[int, int], int] = {}
         self.digests: dict[tuple[int, int], int] = {}
         self.watermarks: dict[tuple[int, int], int] = {}
+        self.leased: dict[int, tuple[int, int]] = {}  # group -> (latest index that was applied anywhere, leased jobs of the capped queue)
         self.walls = Walls()
         self.offices: dict[int, list[tuple[int, int, int]]] = {}  # by group: who acted for it, from when to when
         self.counts: Counter[str] = Counter()
@@ -279,6 +284,10 @@ class Simulation:
             for node in self.nodes.values():
                 await node.start()
             await self.sleep(2_000)
+            if self.profile.cap >= 0:
+                cap = QueueSettings(max_concurrency=self.profile.cap)
+                await self._until_done(lambda face: face.put_queue(TENANT, CAPPED_QUEUE, cap, actor="sim"))
+                await self._until("progress", self._unaware, PROGRESS_MS)
             self._spawn([self._worker(number) for number in range(WORKERS)])
             moves = self._moves()
             for step in range(self.steps):
@@ -344,11 +353,12 @@ class Simulation:
         ensure(len(acting) <= 1, "one_acting_leader", group=group, nodes=acting)
 
     def _check_waiters(self, node: VirtualNode) -> None:
-        if node.face is None or self.loop.is_paused(node.node_id):
+        if node.face is None or self.loop.is_paused(node.node_id) or not node.face.local.dispatcher.claims.is_open:
             return
         for queue in node.face.local.dispatcher.queues:
             waits = [waiter for waiter in queue.waiters if not waiter.future.done()]
-            ensure(not waits or not queue.ready_count, "waiter_is_served", node=node.node_id, queue=queue.name, ready=queue.ready_count)
+            idle = not waits or not queue.ready_count or not queue.may_take()
+            ensure(idle, "waiter_is_served", node=node.node_id, queue=queue.name, ready=queue.ready_count)
 
     def on_speaks_as_leader(self, node: int, group: int, term: int) -> None:
         leader = self.leaders.setdefault((group, term), node)
@@ -385,6 +395,12 @@ class Simulation:
         self._check(watermark_ms <= latest_ms + 1, "never_early", group=group, watermark_ms=watermark_ms, latest_ms=latest_ms)
         if index % DIGEST_EVERY == 0:
             self._compare(node, group, index)
+        if self.profile.cap >= 0 and index > self.leased.get(group, (0, 0))[0]:
+            row = node.store.get(keys.COUNTS, keys.counts_key(group, TENANT, CAPPED_QUEUE))
+            cells = decode_counts(row).cells if row is not None else []
+            self.leased[group] = (index, sum(sum(cells[3 * status : 3 * status + 3]) for status in LEASED))
+            leased = sum(count for _, count in self.leased.values())
+            self._check(leased <= self.profile.cap, "cap_holds", leased=self.leased, cap=self.profile.cap)
 
     def _compare(self, node: VirtualNode, group: int, index: int) -> None:
         digest = node.digest(group)
@@ -877,6 +893,11 @@ class Simulation:
             if max(applied.values()) - min(applied.values()) > 20:
                 return f"group {group} applied {applied}"
         return ""
+
+    def _unaware(self) -> str:
+        queues = {node.node_id: node.face.local.dispatcher.queues.get(TENANT, CAPPED_QUEUE) for node in self.cluster.up() if node.face}
+        unaware = [node for node, queue in queues.items() if queue is None or queue.settings.max_concurrency < 0]
+        return f"nodes {unaware} do not know of the cap" if unaware else ""
 
     def _doubt(self) -> str:
         doubted = [node.node_id for node in self.cluster.up() if node.clock is not None and node.clock.doubted_ms]
