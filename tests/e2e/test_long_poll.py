@@ -189,7 +189,7 @@ async def hang_up_once(url: str, queue: str, hangup: Hangup) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(120 + HANGUP_ROUNDS)
 async def test_hanging_up_while_a_job_becomes_ready_loses_nothing(node: NodeProcess, http: Http) -> None:
-    """Clients leave within 5 ms of a job becoming ready, by a close or by a reset with the answer unread. The job is with the next
+    """B-085: clients leave within 5 ms of a job becoming ready, by a close or by a reset with the answer unread. The job is with the next
     client long before a lease could end, as attempt 1, and the story of each job has one counted attempt."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")

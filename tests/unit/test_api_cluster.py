@@ -203,3 +203,46 @@ def test_watching_tells_what_moves_and_ends_when_it_is_done(
     code, out, _ = call("cluster", "drain", "n2", "--watch", "--url", fake.url)
     assert code == 0
     assert out.splitlines()[1:] == ["n2: draining, leads 2, holds 5 groups", "n2: draining, leads 0, holds 5 groups", "done"]
+
+
+def test_a_node_is_drained_when_others_hold_what_it_held(
+    fake: FakeNode,  # noqa: F811
+    call: Call,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few groups change at a time, and between them nothing is under way."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    steps = iter([1, 0])
+
+    def answer(_path: str) -> dict[str, Any]:
+        others = dict.fromkeys(("n1", "n3", "n4"), ("active", 1, 5))
+        return a_document(n2=("draining", 0, next(steps)), **others)
+
+    documents: Callable[[str], dict[str, Any]] = answer
+    fake.answers["POST", "/v1/cluster/nodes/n2:drain"] = (202, {})
+    fake.answers["GET", "/v1/cluster"] = (200, documents)
+    code, out, _ = call("cluster", "drain", "n2", "--watch", "--url", fake.url)
+    assert code == 0
+    assert out.splitlines()[1:] == ["n2: draining, leads 0, holds 1 groups", "n2: draining, leads 0, holds 0 groups", "done"]
+
+
+def test_a_node_has_come_when_it_holds_its_share(
+    fake: FakeNode,  # noqa: F811
+    call: Call,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For a moment it is a member, and nothing has begun to move to it yet."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    steps = iter([(3, 0), (3, 1), (2, 2)])
+
+    def answer(_path: str) -> dict[str, Any]:
+        others, own = next(steps)
+        return a_document(n1=("active", 1, others), n2=("active", 0, own))
+
+    documents: Callable[[str], dict[str, Any]] = answer
+    fake.answers["POST", "/v1/cluster/nodes"] = (202, {})
+    fake.answers["GET", "/v1/cluster"] = (200, documents)
+    code, out, _ = call("cluster", "add", "n2", "--http", "h:1", "--peer", "h:2", "--watch", "--url", fake.url)
+    assert code == 0
+    progress = [f"n2: active, leads 0, holds {held} groups" for held in (0, 1, 2)]
+    assert out.splitlines()[1:] == [*progress, "done"]

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
+
 from wheelsched.cluster.planning import Picture, next_step, plan_changes, plan_handovers
 from wheelsched.cluster.reports import GroupReport, NodeReport, Order, OrderKind, Replica
+from wheelsched.core.errors import Unavailable
 from wheelsched.model.members import GroupChange, GroupRow, MemberRow, MemberState
+from wheelsched.raft import Change, ChangeKind, Configuration
+from wheelsched.replica.membership import check_change
 
 
 def a_picture(groups: dict[int, GroupRow], leaders: dict[int, int], *, draining: tuple[int, ...] = (), nodes: int = 4) -> Picture:
@@ -51,6 +57,22 @@ def test_who_is_gone_is_replaced_before_who_only_leaves() -> None:
     members[3] = MemberRow(3, "n3", "", "", MemberState.DRAINING, leaves=True, is_gone=True)
     picture = Picture(members, groups, 3, picture.reports)
     assert [row.change and row.change.leave for row in plan_changes(picture, slots=4)] == [3, 3]
+
+
+def test_a_newcomer_without_its_snapshot_gets_no_vote_however_short_the_log_is() -> None:
+    """Ten thousand payloads of 64 KiB are a snapshot of minutes and few entries: the group would count on one that holds nothing."""
+    row = a_row(0, 1, 2, 3, learners=(4,), change=GroupChange(4, 3))
+    picture = a_picture({0: row}, {0: 1})
+    (seen,) = picture.reports[1].led
+    for match, state, step in ((0, "snapshot", None), (95, "replicate", Order(0, OrderKind.PROMOTE, 4, instead=3))):
+        learner = Replica(4, state, match, True)
+        picture.leaders[0] = (1, msgspec.structs.replace(seen, replicas=(*seen.replicas, learner)))
+        assert next_step(picture, row) == step
+    with pytest.raises(Unavailable, match="has its snapshot"):
+        check_change(
+            Configuration((1, 2, 3), learners=(4,)), [Change(ChangeKind.ADD_VOTER, 4)], matches={4: 0}, last_index=100, voters_min=3,
+            force=False,
+        )  # fmt: skip
 
 
 def test_only_so_many_groups_change_at_a_time() -> None:

@@ -64,7 +64,7 @@ async def test_waiters_are_served_in_the_order_they_came(node: TestNode) -> None
 
 @pytest.mark.parametrize("leave_after", range(14))
 async def test_a_claim_cancelled_at_any_await_gives_its_jobs_back_uncounted(node: TestNode, leave_after: int) -> None:
-    """Hung up after each possible number of turns of the loop, from before it waits to after it was served."""
+    """B-085: hung up after each possible number of turns of the loop, from before it waits to after it was served."""
     await node.create_many([{}] * 3)
     task = poll(node, jobs_max=2)
     await turns(leave_after)

@@ -406,6 +406,7 @@ async def _ready(node: TestNode) -> int:
 
 @pytest.mark.parametrize("leave_after", range(0, 36, 1))
 async def test_a_job_claimed_for_one_who_hung_up_anywhere_on_the_way_goes_back_uncounted(world: World, leave_after: int) -> None:
+    """B-085, across nodes: the worker hangs up while another node has, offers or sends its job."""
     leaver = world.poll(1)
     await world.settle()
     making = asyncio.ensure_future(world.nodes[2].create())

@@ -231,11 +231,20 @@ def _is_quiet(groups: Iterable[dict[str, Any]]) -> bool:
 
 
 def _has_come(found: Cluster, node: str) -> bool:
-    return [row["state"] for row in _named(found, node)] == ["active"] and _is_quiet(found["groups"])
+    """It is a member and holds its share. That is given to it only while all nodes are up: with one of them down nobody waits for it."""
+    rows = _named(found, node)
+    if [row["state"] for row in rows] != ["active"] or not _is_quiet(found["groups"]):
+        return False
+    others = [row for row in found["nodes"] if row["state"] == "active"]
+    return not all(row["up"] for row in others) or max(row["holds"] for row in others) - rows[0]["holds"] < 2
 
 
 def _is_drained(found: Cluster, node: str) -> bool:
-    return all(row["leads"] == 0 for row in _named(found, node)) and _is_quiet(found["groups"])
+    """It leads nothing, and holds nothing where enough others are there to hold it: between two changes all is quiet for a moment."""
+    takers = sum(row["state"] == "active" and row["up"] for row in found["nodes"])
+    rows = _named(found, node)
+    is_free = takers < found["replication_factor"] or all(row["holds"] == 0 for row in rows)
+    return is_free and all(row["leads"] == 0 for row in rows) and _is_quiet(found["groups"])
 
 
 def _has_left(found: Cluster, node: str) -> bool:

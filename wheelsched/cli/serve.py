@@ -180,6 +180,7 @@ async def _answer_until_stopped(
     node: Node | ClusterNode, running: asyncio.Task[None], settings: Settings, output: Output, stop: _Stop
 ) -> int:
     from wheelsched import api
+    from wheelsched.node import ClusterNode
 
     try:
         server = await api.serve(node, host=settings.http.host, port=settings.http.port)
@@ -203,8 +204,10 @@ async def _answer_until_stopped(
         os._exit(FAILURE)
     finally:
         await server.close()
-    if not asked:
-        raise CommandFailed("the node stopped by itself; the log above says why (a full disk, most likely)")
+    if isinstance(node, ClusterNode) and node.removed:
+        output.say(f"ended: {node.removed}")
+    elif not asked:
+        raise CommandFailed("the node stopped by itself; the log above says why")
     return OK
 
 

@@ -18,7 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
+
 from wheelsched.cluster.frames import MAGIC, PROTOCOL_MAX, PROTOCOL_MIN, Hello, Refusal
+from wheelsched.core.settings import NodeAddress, split_address
 
 NONCE_BYTES: Final = 16
 
@@ -108,6 +111,15 @@ def differing_settings(mine: Hello, theirs: Hello) -> tuple[str, ...]:
     return tuple(
         f"{key} is {there[key]} at {theirs.name} and {here} at {mine.name}" for key, here in mine.settings if there.get(key, here) != here
     )
+
+
+def address_told(theirs: Hello) -> tuple[str, int] | None:
+    """Where the other node is by its own settings, host and port; None where they do not tell."""
+    try:
+        nodes = msgspec.json.decode(dict(theirs.settings).get("cluster.nodes", "[]"), type=tuple[NodeAddress, ...])
+    except msgspec.DecodeError:
+        return None
+    return next((split_address(node.peer) for node in nodes if node.id == theirs.name), None)
 
 
 def proof_of(secret: bytes, *, caller: Hello, listener: Hello, by_caller: bool) -> bytes:

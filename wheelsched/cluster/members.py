@@ -7,6 +7,7 @@ version it was decided on.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -76,9 +77,10 @@ class MemberTable:
         row = self.members.get(raft_id)
         return row.name if row is not None else f"raft id {raft_id}"
 
-    def peers(self, own_id: int) -> dict[int, PeerAddress]:
-        """For `Transport.set_peers`."""
-        return {row.raft_id: PeerAddress(row.name, *split_address(row.peer)) for row in self.live() if row.raft_id != own_id}
+    def peers(self, own_id: int, listed: Mapping[str, str] = MappingProxyType({})) -> dict[int, PeerAddress]:
+        """For `Transport.set_peers`. `listed`: the addresses in this node's settings, by name. Where they differ from the rows one of the
+        two is out of date: nodes may have moved while there was no majority to write that down."""
+        return {row.raft_id: _address_of(row, listed.get(row.name, row.peer)) for row in self.live() if row.raft_id != own_id}
 
     def removed(self) -> dict[int, str]:
         """Raft ids that will never be let in again, with the names they had."""
@@ -232,6 +234,10 @@ class MemberChanges:
             if reply.refusal != "version-mismatch" or self._clock.mono_ms() >= until_ms:
                 raise BY_CODE.get(reply.refusal, WheelschedError)(reply.detail)
             await self._clock.sleep_until(self._clock.mono_ms() + AGAIN_MS)
+
+
+def _address_of(row: MemberRow, listed: str) -> PeerAddress:
+    return PeerAddress(row.name, *split_address(row.peer), elsewhere=None if listed == row.peer else split_address(listed))
 
 
 def _check_majorities(table: MemberTable, row: MemberRow) -> None:

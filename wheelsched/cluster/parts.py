@@ -13,6 +13,7 @@ from wheelsched.cluster.membership import Membership
 from wheelsched.cluster.reports import LocalGroups
 from wheelsched.cluster.transport import Transport
 from wheelsched.core.clock import Clock
+from wheelsched.core.settings import NodeAddress
 from wheelsched.model.keys import META_GROUP
 from wheelsched.replica.raft_replicas import RaftReplicas
 from wheelsched.store import Store
@@ -25,14 +26,17 @@ class MembershipParts:
 
     def __init__(
         self, store: Store, identity: LocalIdentity, transport: Transport, replicas: RaftReplicas, groups: Sequence[int], clock: Clock,
-        propose: Propose, bootstrap: BootstrapAnswers, *, release: str,
+        propose: Propose, bootstrap: BootstrapAnswers, *, release: str, nodes: Sequence[NodeAddress],
     ) -> None:  # fmt: skip
         """`groups`: all, the meta group included. `propose(command)`: its reply, through the log of the meta group wherever that is led.
-        From here on nodes that were added may join through this one, and the transport has the peers of the table."""
+        `nodes`: as in the settings, this one among them. From here on nodes that were added may join through this one, and the transport
+        has the peers of the table."""
         self._identity = identity
         self._transport = transport
         self.table = MemberTable(store)
-        self.local = LocalGroups(replicas, groups, clock, release=release, statistics=transport.statistics)
+        self._listed = {node.id: node.peer for node in nodes}
+        own = next(node for node in nodes if node.id == identity.name)
+        self.local = LocalGroups(replicas, groups, clock, release=release, statistics=transport.statistics, address=own)
         self.changes = MemberChanges(self.table, propose, clock, is_connected=transport.is_connected)
         self.driver = Membership(
             self.table, identity, self.local, transport.request, propose, clock, leads_meta=lambda: replicas.leads(META_GROUP),
@@ -54,7 +58,7 @@ class MembershipParts:
     def _on_members(self, table: MemberTable) -> None:
         if table.cluster is not None:
             self._transport.tombstones = table.removed()
-            self._transport.set_peers(table.peers(self._identity.raft_id))
+            self._transport.set_peers(table.peers(self._identity.raft_id, self._listed))
 
     async def answer(self, method: str, body: bytes) -> bytes:
         return await self.local.answer(method, body)

@@ -30,11 +30,13 @@ _MESSAGE_BYTES, _ENTRY_BYTES = 48, 32
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where a node listens for its peers."""
+    """Where a node listens for its peers. `elsewhere`: where it may be instead, host and port, if its machine got another address; who
+    answers there has to show that it is that node, so a wrong one does no harm."""
 
     name: str
     host: str
     port: int
+    elsewhere: tuple[str, int] | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +56,8 @@ class Peer:
     def __init__(self, node: int, address: PeerAddress) -> None:
         self.node = node
         self.address = address
+        self.told: tuple[str, int] | None = None  # where it is by its own settings, since it called us
+        self._misses = 0
         self.wire: Wire | None = None  # ours to it, greeted
         self.accepted: Wire | None = None  # its to us, greeted
         self.has_cluster = False  # whether `wire` leads to a member, and not to a blank node
@@ -64,11 +68,23 @@ class Peer:
         self.sent_messages = self.received_messages = self.dropped_messages = 0
         self.ended_sent_bytes = self.ended_received_bytes = 0
         self.last_refusal = ""
+        self.refusals: dict[tuple[str, int], str] = {}  # by where it was called, each said once
         self.settings_differ: tuple[str, ...] = ()
         self._raft: deque[tuple[int, AnyMessage]] = deque()
         self._raft_bytes = 0
         self._requests: deque[Call] = deque()
         self._requests_bytes = 0
+
+    # ---- where it is
+
+    def where(self) -> tuple[str, int]:
+        """Host and port to call: one after the other of those that it may have, until it is found."""
+        address = self.address
+        places = dict.fromkeys(place for place in ((address.host, address.port), address.elsewhere, self.told) if place is not None)
+        return tuple(places)[self._misses % len(places)]
+
+    def not_there(self) -> None:
+        self._misses += 1
 
     # ---- what waits
 

@@ -208,8 +208,7 @@ def next_step(picture: Picture, row: GroupRow) -> Order | GroupRow | None:
         if enter not in seen.learners:
             return Order(row.group, OrderKind.LEARN, enter)
         if not change.as_learner:
-            lag = seen.lag(enter)
-            if lag is None or lag > CAUGHT_UP_ENTRIES:
+            if not seen.is_level(enter, CAUGHT_UP_ENTRIES):
                 return None
             instead = leave if leave in seen.voters else 0
             return _leave_office(picture, row, leader, seen, instead) or Order(row.group, OrderKind.PROMOTE, enter, instead)
@@ -231,7 +230,7 @@ def _leave_office(picture: Picture, row: GroupRow, leader: int, seen: GroupRepor
 
 def most_level(nodes: Sequence[int], seen: GroupReport, *, first: int = 0) -> int:
     """Of those that are heard and nearly level, `first` if it is one of them, else the one that holds most; 0: none."""
-    lags = [(node != first, lag, node) for node in nodes if (lag := seen.lag(node)) is not None and lag <= LEVEL_ENTRIES]
+    lags = [(node != first, seen.lag(node) or 0, node) for node in nodes if seen.is_level(node, LEVEL_ENTRIES)]
     return min(lags)[2] if lags else 0
 
 
@@ -268,7 +267,8 @@ def give_up(picture: Picture, row: GroupRow, *, silent_too_long: bool) -> GroupR
 
 
 def plan_members(picture: Picture, incarnations: Mapping[int, bytes]) -> list[MemberRow]:
-    """Rows of members whose state follows from what they hold. `incarnations`: of founders, which are bound by having been met."""
+    """Rows of members whose state follows from what they hold, and of those that moved: a node knows best where it is itself.
+    `incarnations`: of founders, which are bound by having been met."""
     changed: list[MemberRow] = []
     meta = picture.groups.get(META_GROUP)
     for node, row in sorted(picture.members.items()):
@@ -279,6 +279,9 @@ def plan_members(picture: Picture, incarnations: Mapping[int, bytes]) -> list[Me
             now = replace(now, state=int(MemberState.ACTIVE))
         if row.state == MemberState.DRAINING and row.leaves and not _is_held(picture, node):
             now = replace(now, state=int(MemberState.REMOVED))
+        report = picture.reports.get(node)
+        if report is not None and report.peer and not row.is_gone:
+            now = replace(now, http=report.http, peer=report.peer)
         if now != row:
             changed.append(now)
     return changed
@@ -331,8 +334,7 @@ def plan_transfer(picture: Picture) -> Order | None:
         for node in seen.voters:
             if node not in led or led[leader] - led[node] < 2:
                 continue
-            lag = seen.lag(node)
-            if lag is not None and lag <= LEVEL_ENTRIES:
+            if seen.is_level(node, LEVEL_ENTRIES):
                 candidate = (led[node] - led[leader], node != _preferred(picture, group), group, node)
                 best = candidate if best is None else min(best, candidate)
     return None if best is None else Order(best[2], OrderKind.TRANSFER, best[3])

@@ -17,6 +17,7 @@ import structlog
 from wheelsched.cluster.transport import TransportStatistics
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import InvalidRequest
+from wheelsched.core.settings import NodeAddress
 from wheelsched.replica.raft_replicas import RaftReplicas
 
 log = structlog.get_logger(__name__)
@@ -56,11 +57,18 @@ class GroupReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
                 return max(0, self.last_index - replica.match) if replica.is_heard else None
         return None
 
+    def is_level(self, node: int, entries_max: int) -> bool:
+        """Whether a member is heard and lacks so many entries at most. One that holds nothing is not level, however few entries there are:
+        it waits for a snapshot, which may take long."""
+        lag = self.lag(node)
+        return lag is not None and lag <= entries_max and any(replica.node == node and replica.match for replica in self.replicas)
+
 
 class NodeReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """`led`: the groups this node leads. `offsets`: (node, how far its clock is ahead, None where that is not known).
 
-    `faults`: (group, what keeps its change from going on), of the node that drives."""
+    `faults`: (group, what keeps its change from going on), of the node that drives. `http`, `peer`: where the node is by its own settings;
+    empty of a release that does not tell."""
 
     node: int
     release: str
@@ -71,6 +79,8 @@ class NodeReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     snapshots_out: int = 0
     snapshots_in: int = 0
     faults: tuple[tuple[int, str], ...] = ()
+    http: str = ""
+    peer: str = ""
 
 
 class OrderKind(StrEnum):
@@ -100,12 +110,14 @@ class LocalGroups:
     METHODS: Final = frozenset((REPORT, ORDER))
 
     def __init__(
-        self, replicas: RaftReplicas, groups: Sequence[int], clock: Clock, *, release: str, statistics: Callable[[], TransportStatistics]
-    ) -> None:
+        self, replicas: RaftReplicas, groups: Sequence[int], clock: Clock, *, release: str, statistics: Callable[[], TransportStatistics],
+        address: NodeAddress,
+    ) -> None:  # fmt: skip
         self._replicas = replicas
         self._groups = groups
         self._clock = clock
         self._release = release
+        self._address = address
         self._statistics = statistics
         self._started_mono_ms = clock.mono_ms()
         self.faults: dict[int, str] = {}  # written by the driver
@@ -128,6 +140,7 @@ class LocalGroups:
             replicas.node_id, self._release, self._clock.mono_ms() - self._started_mono_ms, led,
             tuple((peer.node, peer.clock_offset_ms) for peer in network.peers), network.is_clock_off,
             network.snapshots_sending, network.snapshots_receiving, tuple(sorted(self.faults.items())),
+            self._address.http, self._address.peer,
         )  # fmt: skip
 
     def _report_of(self, group: int) -> GroupReport:

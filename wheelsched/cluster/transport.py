@@ -40,6 +40,7 @@ from wheelsched.cluster.frames import (
 from wheelsched.cluster.handshake import (
     NONCE_BYTES,
     Identity,
+    address_told,
     agreed_version,
     certificate_refusal,
     differing_settings,
@@ -470,22 +471,24 @@ class Transport:
 
     async def _dial(self, peer: Peer, bulk: OutgoingSnapshot | None = None) -> Wire | None:
         """Connect and greet; None where that fails, said once for each reason."""
-        address = peer.address
+        host, port = peer.where()
         wire = self._make_wire()
         link = self._links[wire] = _Link(wire, is_caller=True, peer=peer, bulk=bulk)
         try:
             async with asyncio.timeout(self._options.connect_ms / 1_000):
                 await asyncio.get_running_loop().create_connection(
-                    lambda: wire, address.host, address.port,
+                    lambda: wire, host, port,
                     ssl=self._tls.caller if self._tls else None, server_hostname="" if self._tls else None,
                 )  # fmt: skip
             await self._greet_as_caller(link)
         except (OSError, ssl.SSLError, ConnectionEnded, FrameError, TimeoutError) as error:
             why = str(error) or f"no connection within {self._options.connect_ms:,} ms"
             self._end_dial(wire, why)
-            if why != peer.last_refusal:
-                peer.last_refusal = why
-                log.warning("peer_not_connected", peer=address.name, host=address.host, port=address.port, reason=why)
+            peer.not_there()
+            peer.last_refusal = why
+            if why != peer.refusals.get((host, port)):
+                peer.refusals[host, port] = why
+                log.warning("peer_not_connected", peer=peer.address.name, host=host, port=port, reason=why)
             self._handlers.on_not_connected(peer.node, why)
             return None
         except asyncio.CancelledError:
@@ -519,6 +522,7 @@ class Transport:
             peer.wire, peer.has_cluster = wire, bool(mine.cluster_id and theirs.cluster_id)
             peer.connects += 1
             peer.last_refusal = ""
+            peer.refusals.clear()
             peer.connected.set()
             log.info("peer_connected", peer=theirs.name, release=theirs.release, protocol=version)
         wire.talk(version, BODY_BYTES_MAX, self._on_answer, self._fill)
@@ -576,6 +580,8 @@ class Transport:
             if peer.accepted is not None:
                 peer.accepted.abort("the node connected anew")
             peer.accepted = wire
+            if theirs.cluster_id:
+                peer.told = address_told(theirs)
         version = agreed_version(mine, theirs)
         assert version is not None
         wire.talk(version, BODY_BYTES_MAX, self._on_call, _ignore)

@@ -106,7 +106,10 @@ async def _open(
     )  # fmt: skip
     face.peer_statistics = lambda: transport.statistics().peers
     assert gate.bootstrap is not None
-    face.membership = MembershipParts(store, identity, transport, made[0], groups, clock, face.propose, gate.bootstrap, release=__version__)
+    face.membership = MembershipParts(
+        store, identity, transport, made[0], groups, clock, face.propose, gate.bootstrap, release=__version__,
+        nodes=settings.cluster.nodes,
+    )  # fmt: skip
     gate.face = face
     return face
 

@@ -144,6 +144,8 @@ class Node:
         self._recorded_queues: set[tuple[str, str]] = set()
         self.on_office: Callable[[], None] = lambda: None  # told whenever this node leads another group, or one less
         self.on_close: Callable[[], None] = lambda: None  # told right before the store is closed, to whoever else reads it
+        # A node of several hands over what it leads before it ends.
+        self.on_disk_full: Callable[[], None] = self.stop
         # Commands that nobody waits for and that may be repeated; a node of several sends them to whoever leads.
         self.propose_later: Callable[[int, AnyCommand], None] = self._propose_here
         self._started = False
@@ -215,7 +217,8 @@ class Node:
                 self._store.write({}, ranges)
             if self._store.must_stop:
                 log.error("disk_nearly_full", remedy="free space in the data directory, then start the node again")
-                self.stop()
+                self.on_disk_full()
+                return
             await asyncio.sleep(UPKEEP_INTERVAL_S)
 
     def on_effects(self, group: int, effects: Sequence[Effect]) -> None:
