@@ -13,7 +13,7 @@ from wheelsched.model.commands import Create
 from wheelsched.model.rows import JobSpec, QueueSettings, encode_spec
 from wheelsched.model.schedules import Definition, Overlap
 from wheelsched.model.states import Outcome, Status
-from wheelsched.node.cluster import ClusterNode
+from wheelsched.node.cluster import ClusterNode, Directory
 from wheelsched.node.face import ClaimedJob, JobFilter
 from wheelsched.testing.cluster import GROUP_COUNT, TestCluster, open_test_cluster
 
@@ -191,3 +191,36 @@ async def _until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+class _Known:
+    """What a node's own replica of a group knows."""
+
+    def __init__(self, term: int, leader: int | None) -> None:
+        self.term, self.leader = term, leader
+
+    def term_of(self, group: int) -> int:
+        return self.term
+
+    def leader_of(self, group: int) -> int | None:
+        return self.leader
+
+
+@pytest.mark.parametrize(
+    ("own_term", "own_leader", "told_term", "wanted"),
+    [
+        (3, 1, 0, 1),
+        (3, 1, 3, 1),
+        (3, None, 4, 2),
+        (3, None, 3, 2),  # the group was left: no leader speaks to this replica any more
+        (4, None, 3, None),  # an election
+        (4, 1, 3, 1),
+    ],
+)
+def test_who_leads_is_known_by_the_newest_term_also_where_the_group_was_left(
+    own_term: int, own_leader: int | None, told_term: int, wanted: int | None
+) -> None:
+    directory = Directory(_Known(own_term, own_leader))  # type: ignore[arg-type]
+    if told_term:
+        directory.on_leads(2, [(7, told_term)])
+    assert directory.leader_of(7) == wanted

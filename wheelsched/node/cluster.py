@@ -114,7 +114,9 @@ class Directory:
     def leader_of(self, group: int) -> int | None:
         """The id of the node that leads the group; None where none is known."""
         term, node = self._told.get(group, (0, None))
-        return self._replicas.leader_of(group) if self._replicas.term_of(group) >= term else node
+        own_term, own = self._replicas.term_of(group), self._replicas.leader_of(group)
+        # A node that left the group hears no leader, in whatever term: then it goes by what it was told.
+        return own if own_term > term or (own_term == term and own is not None) else node
 
 
 class ClusterNode:
