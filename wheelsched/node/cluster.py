@@ -291,12 +291,16 @@ class ClusterNode:
                     raise Unavailable(f"group {group} has no leader at the moment; try again in a second", retry_after_s=1)
                 return await self._ask_node(leader, call, *arguments, timeout_ms=timeout_ms)
             except Unavailable:
-                if self.clock.mono_ms() >= until_ms:
+                if self._is_vain(until_ms):
                     raise
             except OutcomeUnknown:
-                if not call.is_safe or self.clock.mono_ms() >= until_ms:
+                if not call.is_safe or self._is_vain(until_ms):
                     raise
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    def _is_vain(self, until_ms: int) -> bool:
+        """Whether to ask no more: it has taken too long, or this node was removed and nobody answers it."""
+        return bool(self.removed) or self.clock.mono_ms() >= until_ms
 
     async def _ask_node(self, node: int, call: Call[Result], *arguments: Any, timeout_ms: int = CALL_MS) -> Result:
         if node == self._own_id:
@@ -317,7 +321,7 @@ class ClusterNode:
                 asked = [self._ask_node(node, call, *arguments(groups)) for node, groups in by_leader.items() if node is not None]
                 return list(await asyncio.gather(*asked))
             except (Unavailable, OutcomeUnknown):
-                if self.clock.mono_ms() >= until_ms:
+                if self._is_vain(until_ms):
                     raise
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -363,7 +367,7 @@ class ClusterNode:
                     answers[place] = answer
             maybe.update(place for place in left if answers[place] is _MAYBE)
             left = [place for place in left if answers[place].code == calls.NOT_LEADER]
-            if left and self.clock.mono_ms() >= until_ms:
+            if left and self._is_vain(until_ms):
                 # That nobody leads now does not undo what somebody may have taken before.
                 for place in maybe.intersection(left):
                     answers[place] = _UNKNOWN
