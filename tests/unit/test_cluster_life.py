@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from wheelsched.cluster.admin import ClusterView, MemberView
 from wheelsched.core.errors import Unavailable
@@ -30,16 +32,18 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], on_disk: dict[str, Path]) -> None:
+        self.on_disk = on_disk
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.nodes: dict[str, ClusterNode] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
 
     def settings(self, name: str, names: Sequence[str]) -> Settings:
         nodes = tuple(NodeAddress(id=each, http=f"127.0.0.1:{self.ports[each]}", peer=f"127.0.0.1:{self.ports[each]}") for each in names)
-        return Settings(
-            cluster=ClusterSettings(nodes=nodes, group_count=GROUPS), node=NodeSettings(id=name), store=StoreSettings(kind="memory")
-        )
+        cluster = ClusterSettings(nodes=nodes, group_count=GROUPS)
+        if name in self.on_disk:
+            return Settings(cluster=cluster, node=NodeSettings(id=name, data_dir=str(self.on_disk[name])))
+        return Settings(cluster=cluster, node=NodeSettings(id=name), store=StoreSettings(kind="memory"))
 
     async def start(self, name: str, names: Sequence[str]) -> ClusterNode:
         node = self.nodes[name] = await open_cluster_node(self.settings(name, names))
@@ -89,8 +93,8 @@ def is_settled(view: ClusterView) -> bool:
 
 
 @contextlib.asynccontextmanager
-async def cluster_of(*names: str, spare: Sequence[str] = ()) -> AsyncIterator[Cluster]:
-    cluster = Cluster((*names, *spare))
+async def cluster_of(*names: str, spare: Sequence[str] = (), on_disk: dict[str, Path] | None = None) -> AsyncIterator[Cluster]:
+    cluster = Cluster((*names, *spare), on_disk or {})
     try:
         await asyncio.gather(*(cluster.start(name, names) for name in names))
         await cluster.wait(lambda view: is_settled(view) and len(view.members) == len(names) and all(m.is_up for m in view.members))
@@ -167,6 +171,28 @@ async def test_a_node_that_lost_its_data_is_replaced_under_its_name() -> None:
         await cluster.kill("n2")
         await cluster.wait(lambda view: all(group.leader in ("n1", "n3") for group in view.groups))
         assert await all_there(cluster.nodes["n3"], jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.blocking_allowed
+async def test_a_node_that_starts_again_knows_those_that_were_replaced(tmp_path: Path) -> None:
+    """By the settings alone it would reach nobody, and wait ten seconds to hear what time it is."""
+    names = ("n1", "n2", "n3")
+    async with cluster_of(*names, on_disk={"n1": tmp_path}) as cluster:
+        for name in ("n2", "n3"):
+            await cluster.kill(name)
+            await cluster.wait(lambda view, name=name: not member(view, name).is_up)  # type: ignore[misc]
+            admin = cluster.nodes["n1"].cluster
+            assert admin is not None
+            new = await admin.replace(name, "", "")
+            await cluster.start(name, names)
+            await cluster.wait(
+                lambda view, raft_id=new.raft_id: is_settled(view) and [(m.raft_id, m.holds) for m in view.members].count((raft_id, 4)) == 1  # type: ignore[misc]
+            )
+        await cluster.stop("n1")
+        with capture_logs() as logs:
+            await cluster.start("n1", names)
+        assert "clocks_unknown" not in [entry["event"] for entry in logs]
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def _check_majorities(table: MemberTable, row: MemberRow) -> None:
             also = f"{' and '.join(given_up)} was given up as well and still has to be replaced in it" if given_up else "no copy would do"
             raise InvalidRequest(
                 f"without {row.name} group {group_name(group.group)} would have no majority: {also}; "
-                "wait for that, or bring the node back, or recover the cluster from what is left"
+                "wait for that, or bring the node back, or restore the last backup to a new cluster"
             )
 
 

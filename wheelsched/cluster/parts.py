@@ -34,7 +34,7 @@ class MembershipParts:
         self._identity = identity
         self._transport = transport
         self.table = MemberTable(store)
-        self._listed = {node.id: node.peer for node in nodes}
+        self._nodes = nodes
         own = next(node for node in nodes if node.id == identity.name)
         self.local = LocalGroups(replicas, groups, clock, release=release, statistics=transport.statistics, address=own)
         self.changes = MemberChanges(self.table, propose, clock, is_connected=transport.is_connected)
@@ -48,20 +48,25 @@ class MembershipParts:
             offset_ms=lambda node: offsets.offset_ms(node, wall_ms=clock.wall_ms(), mono_ms=clock.mono_ms()),
         )  # fmt: skip
         bootstrap.table = self.changes
-        if self.table.cluster is not None:
-            self._on_members(self.table)
+        self._on_members(self.table)
 
     @property
     def cluster_id(self) -> bytes:
         return self._identity.cluster_id
 
     def _on_members(self, table: MemberTable) -> None:
-        if table.cluster is not None:
-            self._transport.tombstones = table.removed()
-            self._transport.set_peers(table.peers(self._identity.raft_id, self._listed))
+        use_members(self._transport, table, self._identity, self._nodes)
 
     async def answer(self, method: str, body: bytes) -> bytes:
         return await self.local.answer(method, body)
 
     async def run(self) -> None:
         await self.driver.run()
+
+
+def use_members(transport: Transport, table: MemberTable, identity: LocalIdentity, nodes: Sequence[NodeAddress]) -> None:
+    """Let the transport have the peers of the table, where there is one; before, it has those of the settings, which know nothing of nodes
+    that were replaced. `nodes`: as in the settings."""
+    if table.cluster is not None:
+        transport.tombstones = table.removed()
+        transport.set_peers(table.peers(identity.raft_id, {node.id: node.peer for node in nodes}))

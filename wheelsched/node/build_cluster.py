@@ -11,7 +11,8 @@ from wheelsched import __version__
 from wheelsched.cluster import Handlers, Transport, make_transport
 from wheelsched.cluster.bootstrap import BootstrapAnswers, bootstrap
 from wheelsched.cluster.identity import LocalIdentity
-from wheelsched.cluster.parts import MembershipParts
+from wheelsched.cluster.members import MemberTable
+from wheelsched.cluster.parts import MembershipParts, use_members
 from wheelsched.core.clock import Rng
 from wheelsched.core.errors import Unavailable
 from wheelsched.core.settings import Settings
@@ -54,6 +55,9 @@ async def open_cluster_node(settings: Settings, *, without: Collection[str] = ()
             settings, handlers, incarnation=identity.incarnation, cluster_id=identity.cluster_id, clock=clock, rng=rng,
             raft_id=identity.raft_id,
         )  # fmt: skip
+        if identity.cluster_id:
+            # Before anybody is asked what time it is: nodes that were replaced have other ids than the settings stand for.
+            use_members(transport, MemberTable(store), identity, settings.cluster.nodes)
         await transport.listen()
         running = asyncio.create_task(transport.run(), name="transport")
         await _unless_ended(running, bootstrap(identity, settings, transport, clock, without=without))
