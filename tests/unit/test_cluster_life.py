@@ -32,8 +32,8 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    def __init__(self, names: Sequence[str], on_disk: dict[str, Path]) -> None:
-        self.on_disk = on_disk
+    def __init__(self, names: Sequence[str], on_disk: dict[str, Path] | None = None) -> None:
+        self.on_disk = on_disk or {}
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.nodes: dict[str, ClusterNode] = {}
         self.running: dict[str, asyncio.Task[None]] = {}
@@ -94,7 +94,7 @@ def is_settled(view: ClusterView) -> bool:
 
 @contextlib.asynccontextmanager
 async def cluster_of(*names: str, spare: Sequence[str] = (), on_disk: dict[str, Path] | None = None) -> AsyncIterator[Cluster]:
-    cluster = Cluster((*names, *spare), on_disk or {})
+    cluster = Cluster((*names, *spare), on_disk)
     try:
         await asyncio.gather(*(cluster.start(name, names) for name in names))
         await cluster.wait(lambda view: is_settled(view) and len(view.members) == len(names) and all(m.is_up for m in view.members))
