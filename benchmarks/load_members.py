@@ -160,6 +160,10 @@ def routes(arguments: argparse.Namespace) -> list[Figure]:
     with running(NODES, arguments.groups) as cluster:
         figures = []
         for leader, waiter in permutations(cluster.names, 2):
+            if not cluster.led_by(leader):
+                # Who was elected where is chance.
+                operate(cluster.nodes[leader].url, "transfer", str(cluster.led_by(waiter)[0]), leader)
+                cluster.wait(f"{leader} leads a group", lambda leader=leader: cluster.led_by(leader))  # type: ignore[misc]
             took_ms = run_loop(wakes(cluster, leader, waiter, arguments.wakes))
             name = f"due at {leader} to a worker at {waiter}"
             figures += [
