@@ -99,12 +99,13 @@ class TestClusterNode:
 
     async def crash(self) -> None:
         """Lose power: what was not synced is gone."""
-        assert self._running is not None
+        running = self._running
+        assert running is not None
         self.store = self.store.crash(0.0)
-        self._running.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await self._running
         self._forget()
+        running.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await running
 
     def _forget(self) -> None:
         self.face = self._running = None
@@ -172,9 +173,13 @@ class TestCluster:
         return face
 
     def leader_of(self, group: int) -> int | None:
-        """The node that may act for the group now."""
-        led = [node_id for node_id, node in self.nodes.items() if node.face is not None and group in node.face.local.dispatcher.led]
-        return led[0] if led else None
+        """The node that may act for the group now; the later one where an earlier one has not noticed that its lease ended."""
+        led = [
+            (node.face.replicas.term_of(group), node_id)
+            for node_id, node in self.nodes.items()
+            if node.face is not None and group in node.face.local.dispatcher.led
+        ]
+        return max(led)[1] if led else None
 
     async def wait_led(self) -> None:
         """Every group is led, and every node that is up knows by whom."""
