@@ -69,7 +69,7 @@ def state_after(store: Store, *, keeps_leased: bool = True) -> GroupState:
         store.write(puts)
         applier.apply([ToApply(member, index, 1, entry)])
         if not keeps_leased:
-            applier.forget_leased()
+            applier.kept.forget()
             member.counts.clear()
     return member.state
 

@@ -22,6 +22,7 @@ from wheelsched.node.calls import JOBS_BYTES_MAX, Service, split_to_fit
 from wheelsched.node.face import ClaimedJob
 from wheelsched.node.offers import DELIVER_TRIES_MS, DEMAND_MS, OFFER_MS, RENEW_MS, STARVED_MS
 from wheelsched.node.remote_claims import INTEREST_MS, PROMISE_MS, RemoteClaims
+from wheelsched.replica.kept import Kept
 from wheelsched.replica.proposals import Batch
 from wheelsched.runtime.clock import VirtualClock
 from wheelsched.testing import START_MS, TestNode, open_test_node
@@ -669,8 +670,9 @@ class Moving:
             return batch
         return self._replicas.propose_many(commands, **options)
 
-    def keep_rows(self, rows: list) -> None:  # type: ignore[type-arg]
-        self._replicas.keep_rows(rows)
+    @property
+    def kept(self) -> Kept:
+        return self._replicas.kept
 
 
 @asynccontextmanager

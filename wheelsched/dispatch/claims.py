@@ -451,7 +451,8 @@ class Claims:
             # Not with the effect of the claim: whoever leads no more at that instant, be it for a moment, hears of none. So for part of
             # a turn a job counts twice, as reserved and as running; whoever found no room then is served after this.
             queue.reserved -= len(of_group) - dropped
-            self._replicas.keep_rows([(state, found[4]) for state, found in zip(reply.states, of_group, strict=True) if state is not None])
+            leased = zip(reply.states, of_group, strict=True)
+            self._replicas.kept.keep_rows((state, found[4]) for state, found in leased if state is not None)
             self._on_started(queue, [job[0] for job in handed[first:]])
         return [handed[place] for place in sorted(range(len(handed)), key=order.__getitem__)]
 

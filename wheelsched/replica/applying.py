@@ -11,10 +11,10 @@ from wheelsched.core.invariants import invariant
 from wheelsched.engine import GroupMachine, Transaction, needs_reading, prefetch_job_keys, prefetch_state_keys
 from wheelsched.model import keys
 from wheelsched.model.commands import Complete, Create, Entry, Reply
-from wheelsched.model.effects import Effect, JobChanged, JobsMoved
-from wheelsched.model.rows import GroupState, JobState, QueueCounts
-from wheelsched.model.states import LEASED
+from wheelsched.model.effects import Effect
+from wheelsched.model.rows import GroupState, QueueCounts
 from wheelsched.replica.digests import end_window, fold
+from wheelsched.replica.kept import Kept
 from wheelsched.replica.proposals import Answered
 from wheelsched.store import Store
 from wheelsched.store.raftlog import Puts, RaftLog
@@ -23,7 +23,6 @@ EffectSink = Callable[[int, Sequence[Effect]], None]
 
 # Applied rows go to the store in batches near this many: `write` holds the GIL, about 1.5 µs a row.
 WRITE_ROWS_MAX = 400
-LEASED_ROWS_BYTES_MAX = 64 * 1024 * 1024
 # Decoded counts kept for each group; a busy queue's are asked for in every entry.
 COUNTS_KEPT_MAX = 1_000
 # Applying pauses after this long so that sockets and timers get their turn.
@@ -66,11 +65,7 @@ class Applier:
         self._log = log
         self._clock = clock
         self._on_effects = on_effects
-        # States and rows of leased jobs, as applied: each is asked for again when its attempt ends. As many as run; of the rows, as
-        # many as fit.
-        self._leased: dict[bytes, JobState] = {}
-        self._leased_rows: dict[bytes, bytes] = {}
-        self._leased_rows_bytes = 0
+        self.kept = Kept()
 
     async def apply_within_budget(self, waiting: Sequence[ToApply]) -> None:
         """Apply entries in order, letting the loop breathe whenever the budget is spent."""
@@ -122,7 +117,7 @@ class Applier:
                 break
         self._store.write(puts, ranges)
         for item, replies, effects in done:
-            self._keep_leased(effects)
+            self.kept.take(effects)
             self._on_effects(item.member.group, effects)
             start = 0
             for proposal in item.proposals:
@@ -132,7 +127,7 @@ class Applier:
     def _run(self, member: Member, entry: Entry) -> tuple[Transaction, list[Reply], list[Effect]]:
         if len(member.counts) > COUNTS_KEPT_MAX:
             member.counts.clear()
-        txn = Transaction(member.group, self._store, member.counts, self._leased, self._leased_rows)
+        txn = Transaction(member.group, self._store, member.counts, self.kept.states, self.kept.rows)
         self._preload(txn, entry)
         replies, effects = member.machine.apply(member.state, txn, entry)
         txn.finish()
@@ -140,18 +135,19 @@ class Applier:
 
     def _preload(self, txn: Transaction, entry: Entry) -> None:
         """Read what the entry will ask for in two sorted multigets instead of row by row."""
-        unread = needs_reading(entry.commands, Create, Complete, self._leased, self._leased_rows)
+        kept = self.kept
+        unread = needs_reading(entry.commands, Create, Complete, kept.states, kept.rows)
         if not unread:
             return
         entry = Entry(entry.version, entry.stamp_ms, unread)
-        job_ids = [job_id for job_id in prefetch_state_keys(entry) if job_id not in self._leased]
+        job_ids = [job_id for job_id in prefetch_state_keys(entry) if job_id not in kept.states]
         if len(job_ids) > 1:
             state_keys = [keys.state_key(txn.group, job_id) for job_id in job_ids]
             for job_id, row in zip(job_ids, self._store.multiget(keys.STATE, state_keys), strict=True):
                 txn.preload(job_id, row)
         job_keys = []
         for key in prefetch_job_keys(entry, txn):
-            row = self._leased_rows.get(keys.parse_job_key(key)[3])
+            row = kept.rows.get(keys.parse_job_key(key)[3])
             if row is None:
                 job_keys.append(key)
             else:
@@ -159,53 +155,3 @@ class Applier:
         if len(job_keys) > 1:
             for key, row in zip(job_keys, self._store.multiget(keys.JOBS, job_keys), strict=True):
                 txn.preload_row(keys.JOBS, key, row)
-
-    # What leased jobs will be asked for again.
-
-    def _keep_leased(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            if type(effect) is JobsMoved:
-                if effect.cause == "claim":
-                    self._leased.update({state.job_id: state for state in effect.afters})
-                else:
-                    self._end_leases(effect.befores)
-            elif type(effect) is JobChanged:
-                after = effect.after
-                if after is not None and after.status in LEASED:
-                    self._leased[after.job_id] = after
-                elif effect.before is not None:
-                    self._end_lease(effect.before.job_id)
-
-    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None:
-        """The job rows of jobs that were just leased: unchanged for as long as the lease lasts, and wanted at its end."""
-        for state, row in rows:
-            leased = self._leased.get(state.job_id)
-            # Between its claim and this call the attempt may have ended already.
-            if (leased is state or (leased is not None and leased.fencing == state.fencing)) and (
-                self._leased_rows_bytes < LEASED_ROWS_BYTES_MAX
-            ):
-                self._leased_rows[state.job_id] = row
-                self._leased_rows_bytes += len(row)
-
-    def _end_leases(self, states: Sequence[JobState]) -> None:
-        leased, rows = self._leased, self._leased_rows
-        freed = 0
-        for state in states:
-            job_id = state.job_id
-            leased.pop(job_id, None)
-            row = rows.pop(job_id, None)
-            if row is not None:
-                freed += len(row)
-        self._leased_rows_bytes -= freed
-
-    def _end_lease(self, job_id: bytes) -> None:
-        self._leased.pop(job_id, None)
-        row = self._leased_rows.pop(job_id, None)
-        if row is not None:
-            self._leased_rows_bytes -= len(row)
-
-    def forget_leased(self) -> None:
-        """Rows were replaced behind the back of this object: what it kept may be of another history."""
-        self._leased.clear()
-        self._leased_rows.clear()
-        self._leased_rows_bytes = 0

@@ -25,7 +25,7 @@ from wheelsched.model.commands import (
     StartRun,
     Update,
 )
-from wheelsched.model.rows import JobState
+from wheelsched.replica.kept import Kept
 
 # From so many commands on it pays to put those of one group into its inbox as one.
 RUN_COMMANDS_MIN = 4
@@ -100,7 +100,10 @@ class ReplicaSet(Proposer, Protocol):
         """Return once the rows here hold everything that was acknowledged before the call. Raises NotLeader."""
         ...
 
-    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None: ...
+    @property
+    def kept(self) -> Kept:
+        """What is kept of leased jobs."""
+        ...
 
     async def wait_idle(self) -> None: ...
 

@@ -28,7 +28,6 @@ from wheelsched.core.limits import ENTRY_COMMANDS_MAX
 from wheelsched.model.commands import AnyCommand, Claim, Complete, Create, Expire, Fire, Occur, decode_entry
 from wheelsched.model.effects import Effect
 from wheelsched.model.keys import META_GROUP, RAFT_LOG, RAFT_META
-from wheelsched.model.rows import JobState
 from wheelsched.raft import (
     Answer,
     AnyMessage,
@@ -50,6 +49,7 @@ from wheelsched.replica.batches import by_group
 from wheelsched.replica.compaction import compacted_to
 from wheelsched.replica.digests import Note, compare, note_of, read_note
 from wheelsched.replica.inboxes import Inboxes, fail_all
+from wheelsched.replica.kept import Kept
 from wheelsched.replica.leaving import LOOK_MS, Leaving, is_farewell
 from wheelsched.replica.loading import load_member
 from wheelsched.replica.membership import check_change
@@ -173,9 +173,9 @@ class RaftReplicas:
     def inbox_count(self) -> int:
         return self._inboxes.count
 
-    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None:
-        """See `Applier.keep_rows`."""
-        self._applier.keep_rows(rows)
+    @property
+    def kept(self) -> Kept:
+        return self._applier.kept
 
     def leads(self, group: int) -> bool:
         """Whether this node may act for the group at this instant."""
@@ -509,7 +509,7 @@ class RaftReplicas:
         return bool(self._transfers.sending_from(member.group)) or any(item.member is member for item in self._to_apply)
 
     def _on_left(self, member: RaftMember) -> None:
-        self._applier.forget_leased()
+        self._applier.kept.forget()
         self._written_turn += 1
         self._sync_wanted.set()
         self._offices.review(member)
@@ -573,7 +573,7 @@ class RaftReplicas:
         group = member.group
         if ready.snapshot is not None:
             self._transfers.put(member, ready, puts, ranges)
-            self._applier.forget_leased()
+            self._applier.kept.forget()
         if ready.entries:
             self._log.append(puts, group, ready.entries)
         if ready.hard_state is not None and not ready.must_sync:

@@ -15,9 +15,10 @@ from wheelsched.core.errors import OutcomeUnknown, Unavailable
 from wheelsched.core.limits import INBOX_BYTES_MAX, INBOX_COMMANDS_MAX
 from wheelsched.model import keys
 from wheelsched.model.commands import COMMAND_VERSION, AnyCommand, Complete, Create, Entry, Fire, decode_entry, encode_entry
-from wheelsched.model.rows import GroupState, JobState
+from wheelsched.model.rows import GroupState
 from wheelsched.replica.applying import Applier, EffectSink, Member, ToApply
 from wheelsched.replica.batches import by_group
+from wheelsched.replica.kept import Kept
 from wheelsched.replica.proposals import RUN_COMMANDS_MIN, Batch, Proposal, ProposalRun, command_bytes, take_entry
 from wheelsched.store import Store
 from wheelsched.store.raftlog import LogEntry, RaftLog
@@ -125,9 +126,9 @@ class Replicas:
         if full and not own:
             raise Unavailable("too many changes wait for the disk; try again in a second", retry_after_s=1)
 
-    def keep_rows(self, rows: Sequence[tuple[JobState, bytes]]) -> None:
-        """See `Applier.keep_rows`."""
-        self._applier.keep_rows(rows)
+    @property
+    def kept(self) -> Kept:
+        return self._applier.kept
 
     def leads(self, group: int) -> bool:
         """A group with one member is always led by it."""

@@ -23,6 +23,7 @@ from wheelsched.cluster import ClockOffsets
 from wheelsched.cluster.errors import NotConnected
 from wheelsched.core.clock import Clock
 from wheelsched.core.errors import OutcomeUnknown, WheelschedError, from_problem
+from wheelsched.core.ids import group_of
 from wheelsched.core.settings import Settings
 from wheelsched.cron import ZoneData
 from wheelsched.model import keys
@@ -47,6 +48,8 @@ START_MS: Final = 1_767_413_106_007
 PING_S: Final = 1.0
 # A link that is cut is noticed by whoever would use it after this long; until then what is sent waits for an answer.
 NOTICED_MS: Final = 1_000
+# What a replica keeps of rows is held against the store at every entry whose index this divides: it reads all that is kept.
+CHECK_KEPT_EVERY: Final = 8
 
 Result = TypeVar("Result")
 
@@ -452,6 +455,8 @@ class VirtualNode:
         def watched(waiting: Sequence[ToApply]) -> int:
             applied = apply(waiting)
             if self.life == life:
+                if any(not item.index % CHECK_KEPT_EVERY for item in waiting[:applied]):
+                    applier.kept.check(self.store, lambda job_id: group_of(job_id, self.cluster.settings.cluster.group_count))
                 for item in waiting[:applied]:
                     self.cluster.watcher.on_applied(self, item.member.group, item.index)
             return applied
