@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import json
 import random
 import shutil
@@ -46,6 +47,7 @@ PARTS: Final = ("routes", "growth", "setting", "snapshot")
 NODES: Final = 3
 LOOK_S: Final = 0.25
 OPERATION_S_MAX: Final = 1_800.0
+TRANSFERS_MAX: Final = 4
 # Leaderships are evened out once they were uneven for half a minute, one at a time, and never towards a node younger than a minute.
 EVEN_S_MAX: Final = 300.0
 WAKE_MS_P50_MAX: Final = 50.0
@@ -643,8 +645,13 @@ async def look_at_new_node(cluster: ClusterProcesses, found: Replaced) -> None:
         )  # fmt: skip
 
     await wait(f"{found.victim} has what was written meanwhile", is_level)
-    await asyncio.to_thread(operate, url, "transfer", str(BIG_GROUP), found.victim)
-    await wait(f"{found.victim} leads group {BIG_GROUP}", lambda: BIG_GROUP in cluster.led_by(found.victim), 60.0)
+    for _ in range(TRANSFERS_MAX):  # one that a busy machine lets fail is given up, and the group stays where it is
+        await asyncio.to_thread(operate, url, "transfer", str(BIG_GROUP), found.victim)
+        with contextlib.suppress(BenchmarkFailed):
+            await wait(f"{found.victim} leads group {BIG_GROUP}", lambda: BIG_GROUP in cluster.led_by(found.victim), 15.0)
+            break
+    else:
+        raise BenchmarkFailed(f"{found.victim} does not lead group {BIG_GROUP} after {TRANSFERS_MAX} transfers")
     async with AsyncClient(cluster.nodes[found.victim].url) as client:
         for what in ("filled", "beside"):
             found.counted += sum((await client.queue(what)).depth.get("SCHEDULED", {}).values())

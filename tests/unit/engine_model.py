@@ -6,6 +6,8 @@ placed under the watermark but after the stamp is marked as passed over. `Story`
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -184,7 +186,7 @@ class ModelGroup:
         job = self.find(name)
         if job is None:
             return "not-found"
-        if job.status is not S.SCHEDULED or job.attempt:
+        if job.status is not S.SCHEDULED:
             return "job-not-scheduled"
         if if_version not in (0, job.version):
             return "version-mismatch"
@@ -448,6 +450,23 @@ class Story:
             if job.status in LEASED:
                 live_tokens.append(job.fencing)
         assert len(set(live_tokens)) == len(live_tokens), "one_live_lease"
+
+
+def told(steps: Iterable[Step]) -> Story:
+    story = Story()
+    for step in steps:
+        story.step(step)
+    return story
+
+
+def random_stories(rng: random.Random, count: int) -> Iterator[Story]:
+    """Long ones, of few jobs, to which much happens."""
+    kinds = [kind for kind in KINDS if kind not in ("discard", "purge")] + ["claim", "redrive", "redrive", "start_deadline"]
+    for _ in range(count):
+        yield told(
+            Step(rng.choice(kinds), rng.choice("ab"), rng.choice((0, 1, 700, 3_000, 9_000, -2_500)), rng.randrange(64), rng.random() < 0.5)
+            for _ in range(50)
+        )
 
 
 def play_again(entries: list[bytes], *, prefetch: bool) -> tuple[EngineGroup, list[Effect]]:

@@ -5,17 +5,10 @@ from __future__ import annotations
 import random
 
 from builders import one_by_one
-from engine_model import KINDS, MOVES_SEEN, STEPS, Step, Story, merged, play_again
+from engine_model import MOVES_SEEN, STEPS, Step, merged, play_again, random_stories, told
 from hypothesis import given, settings
 
 from wheelsched.model.states import LEGAL, Status
-
-
-def told(steps: list[Step]) -> Story:
-    story = Story()
-    for step in steps:
-        story.step(step)
-    return story
 
 
 @settings(max_examples=400, deadline=None)
@@ -42,20 +35,9 @@ def test_two_replicas_hold_the_same_bytes(steps: list[Step]) -> None:
 
 def test_random_stories_reach_every_move() -> None:
     """The model test is worth little if its stories never get anywhere. Method: the moves of a fixed set of them."""
-    rng, seen = random.Random(7), set()
-    kinds = [kind for kind in KINDS if kind not in ("discard", "purge")] + ["claim", "redrive", "redrive", "start_deadline"]
-    for _ in range(250):
-        steps = [
-            Step(
-                rng.choice(kinds),
-                rng.choice("ab"),
-                rng.choice((0, 1, 700, 3_000, 9_000, -2_500)),
-                rng.randrange(64),
-                rng.random() < 0.5,
-            )
-            for _ in range(50)
-        ]
-        seen |= told(steps).moves
+    seen = set()
+    for story in random_stories(random.Random(7), 250):
+        seen |= story.moves
     # A discard leaves no job to be seen afterwards.
     reached = {(before, after) for before, _, after in seen} | {(Status.DEAD, Status.DISCARDED)}
     assert reached >= LEGAL, [(before.name, after.name) for before, after in sorted(LEGAL - reached)]
