@@ -222,10 +222,10 @@ class Node:
             sys.executable, "-m", "wheelsched.cli", "dev", "--data-dir", str(self.data_dir), "--port", "0", "--json",
             "--log-format", "json", "--log-level", "warning",
         ]  # fmt: skip
+        environment = {**os.environ, **self._environment}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start compiles every module anew, about a second
         with self.log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **self._environment}, stdout=subprocess.PIPE, stderr=log, text=True
-            )
+            self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
 
     def wait_listening(self) -> None:
         """Block until it says where it listens."""

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from rich.console import Console
+from rich.progress import track
+
 from wheelsched.raft import (
     Answer,
     AnyMessage,
@@ -615,7 +618,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     failed = events = reads = commits = 0
     started = time.perf_counter()
-    for seed in range(options.seed, options.seed + options.seeds):
+    seeds = range(options.seed, options.seed + options.seeds)
+    for seed in track(seeds, "schedules", console=Console(stderr=True), disable=len(seeds) == 1):
         try:
             simulation = run_seed(seed, options.steps, trace=options.trace)
         except WorldBroken as error:
