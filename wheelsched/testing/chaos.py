@@ -30,8 +30,10 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -64,7 +66,7 @@ BEAT_S: Final = 0.25
 # A beat is created so long before it is due that no fault keeps it from being there in time.
 BEAT_AHEAD_S: Final = 30.0
 BEAT_LEASE_S: Final = 2
-# So many a node that some wait elsewhere, whatever hangs on one that is away: a gap is to be one in firing.
+# At each node; those of a node that stands still hang there, so that a gap is one in firing.
 BEAT_WORKERS: Final = 6
 # A node whose clock is off by more than 250 ms from most others stops dispatching within half a second; none may fire so early.
 EARLY_MS_MAX: Final = 250 + 50
@@ -128,12 +130,15 @@ class Beat:
         return self.leased_ms - max(self.due_ms, self.acknowledged_ms) if self.leased_ms and self.acknowledged_ms else None
 
 
+_HOME: ContextVar[str] = ContextVar("home", default="")  # the node that a caller asks first
+
+
 class ChaosClients(Clients):
     """Callers of several nodes, any of which may be away, stand still or be cut off from the others."""
 
     def __init__(self, history: History, rng: random.Random, nodes: Mapping[str, NodeProcess]) -> None:
         super().__init__(history, rng)
-        self._urls = [node.url for node in nodes.values()]
+        self.urls = [node.url for node in nodes.values()]
         self.seen: dict[str, list[Seen]] = defaultdict(list)
         self.started_ms: dict[str, int] = {}  # job -> when a worker had it for the first time
         self.beats: dict[str, Beat] = {}
@@ -144,8 +149,10 @@ class ChaosClients(Clients):
         self._up.set()
 
     async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
-        """The answer of any node; those that do not even take a connection are passed over. Raises `Interrupted`."""
-        for url in self.rng.sample(self._urls, len(self._urls)):
+        """The answer of any node, or of the caller's own; those that do not even take a connection are passed over. Raises
+        `Interrupted`."""
+        home = _HOME.get()
+        for url in sorted(self.rng.sample(self.urls, len(self.urls)), key=lambda url: url != home):
             with suppress(_NotThere):
                 return await self._call(url, method, path, body, headers)
         await asyncio.sleep(LOOK_S)
@@ -277,7 +284,9 @@ class ChaosClients(Clients):
             if made:
                 await asyncio.sleep(LOOK_S)
 
-    async def beat_worker(self) -> None:
+    async def beat_worker(self, url: str) -> None:
+        """It stays with its node, as workers do: else one node that stands still would soon have all of them waiting for it."""
+        _HOME.set(url)
         call = await self.claim((BEAT,), jobs_max=20, lease_s=BEAT_LEASE_S, wait_s=2)
         if call.jobs:
             await self.end_many(list(call.jobs.values()), call.worker)
@@ -771,13 +780,18 @@ async def run(plan: Plan, directory: Path, tell: Callable[[str], None] = lambda 
 
 
 async def _play(plan: Plan, chaos: Chaos, clients: ChaosClients, rng: random.Random, report: Report, tell: Callable[[str], None]) -> None:
-    acts = [clients.produce] * plan.producers + [clients.work] * plan.workers + [clients.beat_worker] * (BEAT_WORKERS * plan.nodes)
+    acts = [clients.produce] * plan.producers + [clients.work] * plan.workers
     acts += [clients.oversleep, clients.cancel, clients.read_one]
     available = chaos.available(plan.kinds)
     report.skipped = [kind for kind in plan.kinds if kind not in available]
     until = time.monotonic() + plan.minutes * 60
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(clients.forever(act, PAUSES_S[act.__name__]), name=act.__name__) for act in acts]
+        running += [
+            tasks.create_task(clients.forever(partial(clients.beat_worker, url), PAUSES_S["beat_worker"]), name="beat_worker")
+            for url in clients.urls
+            for _ in range(BEAT_WORKERS)
+        ]
         running.append(tasks.create_task(clients.make_beats(), name="beats"))
         await asyncio.sleep(6)  # the first beats come due
         drawn = plan.draw(rng, available)
