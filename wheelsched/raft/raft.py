@@ -371,9 +371,12 @@ class Raft:
 
     def _answer_older(self, message: AnyMessage) -> None:
         match message:
-            case Append() | Heartbeat() if self.config.pre_vote or self.config.check_quorum:
+            case Append() | Heartbeat() if (
+                self.config.pre_vote or self.config.check_quorum or not self.configuration.is_voter(self.node_id)
+            ):
                 # Its sender believes to lead. With pre-vote or check-quorum this node, if its term is ahead, can neither follow nor
-                # unseat it by asking for votes; told the newer term it steps down (etcd FreeStuckCandidateWithCheckQuorum).
+                # unseat it by asking for votes; told the newer term it steps down (etcd FreeStuckCandidateWithCheckQuorum). Nor can
+                # one that is no voter by what it knows, a newcomer that voted for a node which was removed.
                 self._after.append(AppendResponse(self.config.group, self.node_id, message.sender, self.term))
             case PreVoteRequest():
                 # Else nodes of mixed settings could wait for each other (etcd PreVoteMigration).

@@ -152,6 +152,8 @@ class World:
         self.absent: set[int] = set()
         self.cut_links: set[tuple[int, int]] = set()
         self.ignored: set[type[AnyMessage]] = set()
+        # (leader, term, peer) where the peer refused as one that holds nothing, in an old answer perhaps, and the leader asks anew.
+        self.blank: set[tuple[int, int, int]] = set()
         self.keep_history = keep_history
         self.record_sent = True
         self.on_reads: Callable[[Node, Iterable[ReadResult]], None] = lambda node, results: None
@@ -185,6 +187,8 @@ class World:
         if node is None or node.core is None:
             return False
         node.core.step(message)
+        if type(message) is AppendResponse and message.reject and not message.hint_index and not message.hint_term:
+            self.blank.add((message.to, message.term, message.sender))
         return True
 
     # ---- the stages of a Ready
@@ -403,10 +407,12 @@ class Invariants:
             facts = {"node": node.node_id, "peer": peer_id, "match": peer.match, "next": peer.next}
             ensure(peer.match < peer.next <= last + 1, "match_below_next", **facts)
             ensure(len(peer.window) <= peer.window.max_count, "window_bounded", node=node.node_id, peer=peer_id)
-            # A member that leaves and comes back starts again.
-            before = self._matches.get((node.node_id, term, peer_id), 0)
+            # A member that leaves and comes back starts again, and so does one that said it holds nothing (`World.blank`).
+            place = (node.node_id, term, peer_id)
+            before = 0 if place in self._world.blank else self._matches.get(place, 0)
             if peer.match < before:
                 ensure(peer.match == 0, "match_never_falls", node=node.node_id, peer=peer_id, match=peer.match, before=before)
+            self._world.blank.discard(place)
             self._matches[node.node_id, term, peer_id] = peer.match
 
 
