@@ -51,7 +51,7 @@ async def measure(node: Node, *, flexible: int, precise: int, workers: int, rss_
 
     await asyncio.sleep(max(left_ms - 1_000, 0) / 1000)
     rss_before = node.rss_bytes()
-    # Not before: a node closes connections that were idle for a minute.
+    # Not before: a node closes connections that are idle for long.
     async with connections(node.port, workers) as lines, watched(node.port, node.rss_bytes) as watch:
         worked = await drain(lines, "hour", flexible + precise, seconds_max=DRAIN_S_MAX, on_jobs=on_jobs)
         finished_ms = now_ms()

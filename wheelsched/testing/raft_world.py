@@ -152,7 +152,7 @@ class World:
         self.absent: set[int] = set()
         self.cut_links: set[tuple[int, int]] = set()
         self.ignored: set[type[AnyMessage]] = set()
-        # (leader, term, peer) where the peer refused as one that holds nothing, in an old answer perhaps, and the leader asks anew.
+        # (leader, term, peer) where `match` is 0 after a refusal, of an old day perhaps: the next answer of the same turn may raise it.
         self.blank: set[tuple[int, int, int]] = set()
         self.keep_history = keep_history
         self.record_sent = True
@@ -187,8 +187,11 @@ class World:
         if node is None or node.core is None:
             return False
         node.core.step(message)
-        if type(message) is AppendResponse and message.reject and not message.hint_index and not message.hint_term:
-            self.blank.add((message.to, message.term, message.sender))
+        leadership = node.core.leadership
+        if type(message) is AppendResponse and message.reject and leadership is not None:
+            peer = leadership.peers.get(message.sender)
+            if peer is not None and not peer.match:
+                self.blank.add((message.to, message.term, message.sender))
         return True
 
     # ---- the stages of a Ready
@@ -407,7 +410,7 @@ class Invariants:
             facts = {"node": node.node_id, "peer": peer_id, "match": peer.match, "next": peer.next}
             ensure(peer.match < peer.next <= last + 1, "match_below_next", **facts)
             ensure(len(peer.window) <= peer.window.max_count, "window_bounded", node=node.node_id, peer=peer_id)
-            # A member that leaves and comes back starts again, and so does one that said it holds nothing (`World.blank`).
+            # A member that leaves and comes back starts again, and so does one that said it holds nothing.
             place = (node.node_id, term, peer_id)
             before = 0 if place in self._world.blank else self._matches.get(place, 0)
             if peer.match < before:
